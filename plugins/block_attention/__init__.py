@@ -1,0 +1,1 @@
+"""Attention of one block of tokens over a cache and the block itself."""

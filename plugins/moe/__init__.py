@@ -1,0 +1,1 @@
+"""The mixture of experts: every token through its own top_k gated MLPs."""
