@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-PAD, EOS, BOS, UNKNOWN, TURN, END_OF_TURN, IMAGE_BEGIN, IMAGE, IMAGE_END = range(9)
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|image>", "<|image|>", "<image|>")
+PAD, EOS, BOS, UNKNOWN, TURN, END_OF_TURN = range(6)
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>")
+IMAGE_TOKENS = ("<|image|>", "<|image>", "<image|>")
+"""The last ids of every vocabulary: the image itself, its begin and its end."""
 
 CHAT_TEMPLATE = """{{- bos_token -}}
 {%- for message in messages -%}
@@ -166,14 +168,17 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     # The common characters first, so that a small vocabulary still spells plain text.
     alphabet.sort(key=lambda symbol: (not symbol.isascii() and symbol not in "ĠĊ", symbol))
-    spellings = [*SPECIAL_TOKENS, *alphabet][:vocab]
-    spellings += [f"<unused{index}>" for index in range(vocab - len(spellings))]
+    spellings = [*SPECIAL_TOKENS, *alphabet][: vocab - len(IMAGE_TOKENS)]
+    spellings += [f"<unused{index}>" for index in range(vocab - len(IMAGE_TOKENS) - len(spellings))]
+    spellings += IMAGE_TOKENS
     tokenizer = Tokenizer(
         models.BPE(vocab={text: index for index, text in enumerate(spellings)}, merges=[], unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in (*SPECIAL_TOKENS, *IMAGE_TOKENS)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     _write_json(
@@ -197,9 +202,9 @@ def _config(*, canvas_length: int, dtype: str, **text: Any) -> dict[str, Any]:
         "architectures": ["DiffusionGemmaForBlockDiffusion"],
         "model_type": "diffusion_gemma",
         "canvas_length": canvas_length,
-        "boi_token_id": IMAGE_BEGIN,
-        "image_token_id": IMAGE,
-        "eoi_token_id": IMAGE_END,
+        "image_token_id": text["vocab_size"] - 3,
+        "boi_token_id": text["vocab_size"] - 2,
+        "eoi_token_id": text["vocab_size"] - 1,
         "dtype": dtype,
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
