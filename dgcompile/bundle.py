@@ -1,0 +1,442 @@
+"""The bundle: the folder that ``dgcompile build`` makes and that everything else runs from.
+
+``manifest.json`` says what lies in the folder: the model, the target, the recipe, the graphs' inputs and outputs, and
+every file with its size and SHA-256. A file is trusted only if a finished stage of the build recorded it there. The
+manifest holds no time and no absolute path, so that two builds of the same inputs are the same bytes.
+
+A bundle is untrusted input: names that leave the folder, links and files that differ from their record are refused.
+Nothing here imports torch, transformers or onnx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from dgcompile.config_file import parse_json, read_bytes, validation_error
+from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.errors import BundleError
+from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
+from dgcompile.generation_config import GenerationConfig
+from dgcompile.model_spec import ModelSpec
+from dgcompile.progress import Progress
+from dgcompile.recipe import Recipe
+from dgcompile.target import Target
+
+FORMAT_VERSION = 1
+"""Version of the bundle's layout that this dgcompile writes; it reads this one and older ones."""
+
+MANIFEST_FILE = "manifest.json"
+WEIGHTS_FILE = "weights.safetensors"
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_CONFIG_FILE = "generation_config.json"
+GRAPH_FILES: dict[GraphName, str] = {"encoder": "encoder.onnx", "denoiser": "denoiser.onnx"}
+
+StageName = Literal["assets", "trace", "weights", "engine"]
+STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "engine")
+"""The stages of a build in their order."""
+
+REMEMBER_FROM_BYTES = 256 << 20
+"""Bundles of at least this size have their hash check remembered; smaller ones are hashed on every open (in 0.3 s)."""
+
+_REQUIRED_FILES = (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE)
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
+
+
+def _check_file_name(name: str) -> str:
+    if not _SAFE_NAME.fullmatch(name) or len(name) > 200:
+        raise ValueError(f"unsafe file name {name!r}: a bundle's files lie inside it, in letters, digits and _ . - /")
+    if name == MANIFEST_FILE or name.endswith(PARTIAL_SUFFIX):
+        raise ValueError(f"file name {name!r} is reserved")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(_Frozen):
+    """What a finished stage left in one file."""
+
+    size: NonNegativeInt
+    sha256: Sha256
+
+
+class StageRecord(_Frozen):
+    """One stage of the build.
+
+    Attributes:
+        state: whether the stage's files may be trusted.
+        inputs: hash over everything that the stage's result depends on; a finished stage is redone when it changes.
+        tools: versions of the packages that did the work.
+        files: the files that the stage made.
+    """
+
+    state: Literal["pending", "finished"] = "pending"
+    inputs: Sha256 | None = None
+    tools: dict[str, str] = {}
+    files: dict[FileName, FileRecord] = {}
+
+
+class GraphRecord(_Frozen):
+    """One ONNX graph: the operator sets that it needs and its tensors in their order."""
+
+    opsets: dict[str, PositiveInt]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+class EngineLibrary(_Frozen):
+    """The library that runs the bundle.
+
+    Attributes:
+        name: the Python package.
+        version: the one that the build tried the graphs with.
+        oldest_version: the oldest that can run them. ONNX Runtime keeps running old models, so a newer one is fine.
+    """
+
+    name: Literal["onnxruntime"]
+    version: str
+    oldest_version: str
+
+
+class Manifest(_Frozen):
+    """``manifest.json``. Fields that no finished stage has filled in yet are empty.
+
+    Attributes:
+        format_version: of the bundle's layout.
+        dgcompile_version: that started the build.
+        checkpoint: fingerprint of the checkpoint's content.
+        max_context: most tokens, prompt and answer together, that one row may have.
+        graphs: filled in by the trace stage.
+        engine: filled in by the engine stage.
+        stages: every stage of :data:`STAGES`.
+    """
+
+    format_version: PositiveInt = FORMAT_VERSION
+    dgcompile_version: str
+    checkpoint: str
+    spec: ModelSpec
+    target: Target
+    recipe: Recipe
+    max_context: PositiveInt
+    graphs: dict[GraphName, GraphRecord] = {}
+    engine: EngineLibrary | None = None
+    stages: dict[StageName, StageRecord] = {name: StageRecord() for name in STAGES}
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """Every file that a finished stage recorded, in the order of the stages and then of the names."""
+        return {
+            name: record
+            for stage in STAGES
+            if self.stages[stage].state == "finished"
+            for name, record in sorted(self.stages[stage].files.items())
+        }
+
+    @property
+    def unfinished(self) -> tuple[StageName, ...]:
+        """The stages that are still to be done."""
+        return tuple(stage for stage in STAGES if self.stages[stage].state != "finished")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Reads and validates ``folder/manifest.json``; the build may be unfinished.
+
+        Raises:
+            BundleError: no bundle, or a manifest that cannot be read, is malformed or comes from a newer format.
+        """
+        path = folder / MANIFEST_FILE
+        if not folder.exists():
+            raise BundleError(f"{folder}: there is no such folder", expected="a bundle made by `dgcompile build`")
+        if not folder.is_dir():
+            raise BundleError(f"{folder} is a file", expected="a bundle folder made by `dgcompile build`")
+        if not path.exists():
+            checkpoint = (folder / "config.json").exists()
+            raise BundleError(
+                f"{folder} has no {MANIFEST_FILE}" + (" but a config.json: it is a checkpoint" if checkpoint else ""),
+                expected="a bundle folder made by `dgcompile build`",
+                fix="build it first" if checkpoint else None,
+            )
+        rebuild = "copy the bundle again, or build it again with --overwrite"
+        text = read_bytes(path, error=BundleError)
+        version = parse_json(text, str(path), error=BundleError).get("format_version")
+        # Before anything else: another version's fields may be others.
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise BundleError(f"{path}: format_version is {version!r}", expected="a positive integer", fix=rebuild)
+        if version > FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format_version is {version}, newer than this dgcompile reads",
+                expected=f"{FORMAT_VERSION} or older",
+                fix="update dgcompile, or build the bundle again with this version",
+            )
+        try:
+            manifest = cls.model_validate_json(text)
+        except ValidationError as problem:
+            raise validation_error(str(path), problem, cls, error=BundleError) from problem
+        manifest._check(path)
+        return manifest
+
+    def _check(self, path: Path) -> None:
+        """Refuses a manifest whose parts contradict each other: sessions size their buffers by it."""
+        rebuild = "build the bundle again with --overwrite"
+        missing = [stage for stage in STAGES if stage not in self.stages]
+        if missing:
+            raise BundleError(f"{path}: stages.{missing[0]} is missing", fix=rebuild)
+        for graph, record in self.graphs.items():
+            expected_inputs = graph_inputs(graph, self.spec, self.recipe.activation_dtype)
+            expected_outputs = graph_outputs(graph, self.spec, self.recipe.activation_dtype)
+            if list(record.inputs) != expected_inputs or list(record.outputs) != expected_outputs:
+                raise BundleError(f"{path}: graphs.{graph} does not fit the model in spec", fix=rebuild)
+        if not self.spec.canvas_length < self.max_context <= self.spec.max_position_embeddings:
+            raise BundleError(
+                f"{path}: max_context is {self.max_context}",
+                expected=f"{self.spec.canvas_length + 1} to {self.spec.max_position_embeddings}",
+                fix=rebuild,
+            )
+        seen: dict[str, StageName] = {}
+        for stage, stage_record in self.stages.items():
+            for name in stage_record.files:
+                if name in seen:
+                    raise BundleError(f"{path}: {name} is listed by the stages {seen[name]} and {stage}", fix=rebuild)
+                seen[name] = stage
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it lies on disk: the same bytes for the same content."""
+        content = self.model_dump(mode="json")
+        return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+    def write(self, folder: Path) -> None:
+        """Replaces ``folder/manifest.json`` at once; raises OSError as the file system reports it."""
+        write_atomically(folder / MANIFEST_FILE, self.to_bytes())
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished, checked bundle.
+
+    Attributes:
+        path: its folder.
+        manifest: what it holds.
+        generation: the checkpoint's generation defaults.
+    """
+
+    path: Path
+    manifest: Manifest
+    generation: GenerationConfig
+
+    @classmethod
+    def open(cls, path: str | Path, *, to_run: bool = True, progress: Progress | None = None) -> Bundle:
+        """Opens a bundle after checking every file of it.
+
+        Args:
+            path: the bundle's folder.
+            to_run: also check that this machine can run it; False is for looking at a bundle made for another machine.
+            progress: told how far hashing got, which takes a while the first time a large bundle is opened.
+
+        Raises:
+            BundleError: it is missing, unfinished, damaged, malformed, or made for another machine or library.
+        """
+        folder = Path(path)
+        manifest = Manifest.read(folder)
+        if manifest.unfinished:
+            raise BundleError(
+                f"{folder}: the build is unfinished (stage {manifest.unfinished[0]} is to be done)",
+                fix="run the same `dgcompile build` command again: it goes on where it stopped",
+            )
+        absent = [name for name in _REQUIRED_FILES if name not in manifest.files]
+        if absent or manifest.engine is None or set(manifest.graphs) != set(GRAPH_FILES):
+            lacking = absent[0] if absent else "engine" if manifest.engine is None else "a graph"
+            raise BundleError(
+                f"{folder / MANIFEST_FILE}: all stages are finished but {lacking} is not recorded",
+                fix="build the bundle again with --overwrite",
+            )
+        if to_run:
+            check_machine(manifest, folder)
+        check_files(folder, manifest.files, progress=progress)
+        generation = GenerationConfig.from_file(folder / GENERATION_CONFIG_FILE, error=BundleError)
+        return cls(path=folder, manifest=manifest, generation=generation)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Shape of the model."""
+        return self.manifest.spec
+
+    @property
+    def target(self) -> Target:
+        """What the bundle was built for."""
+        return self.manifest.target
+
+    @property
+    def recipe(self) -> Recipe:
+        """Precision of each class of weight."""
+        return self.manifest.recipe
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens, prompt and answer together, that one row may have."""
+        return self.manifest.max_context
+
+    def graph_file(self, graph: GraphName) -> Path:
+        """One of the two ONNX graphs."""
+        return self.path / GRAPH_FILES[graph]
+
+    @property
+    def weights_file(self) -> Path:
+        """All weights; both graphs point into it."""
+        return self.path / WEIGHTS_FILE
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """tokenizer.json, if the checkpoint had one."""
+        return self._optional(TOKENIZER_FILE)
+
+    @property
+    def chat_template_file(self) -> Path | None:
+        """The chat template, if the checkpoint had one."""
+        return self._optional(CHAT_TEMPLATE_FILE)
+
+    def _optional(self, name: str) -> Path | None:
+        return self.path / name if name in self.manifest.files else None
+
+    def verify_files(self, *, full: bool = True, progress: Progress | None = None) -> None:
+        """Compares every file with its record; see :func:`check_files`."""
+        check_files(self.path, self.manifest.files, full=full, progress=progress)
+
+
+def check_machine(manifest: Manifest, folder: Path) -> None:
+    """Refuses a bundle that this machine or this version of its engine library cannot run.
+
+    Raises:
+        BundleError: built for another target, or the library is missing or older than the graphs need.
+    """
+    target, engine = manifest.target, manifest.engine
+    if target.backend != "onnxruntime" or engine is None:
+        capability = f", compute capability {target.compute_capability}" if target.compute_capability else ""
+        raise BundleError(
+            f"{folder} was built for target {target.name} ({target.backend}{capability})",
+            expected="target cpu (onnxruntime), the only one that this version of dgcompile runs",
+            fix="build the checkpoint with --target cpu",
+        )
+    try:
+        import onnxruntime  # slow to import, and not needed to look at a bundle
+    except ImportError as error:
+        raise BundleError(
+            f"{folder} runs on {engine.name}, which cannot be imported here ({error})",
+            fix=f"pip install 'onnxruntime>={engine.oldest_version}'",
+        ) from error
+    if _version_key(onnxruntime.__version__) < _version_key(engine.oldest_version):
+        opset = max(record.opsets.get("", 0) for record in manifest.graphs.values())
+        raise BundleError(
+            f"{folder}: its graphs use ONNX opset {opset} and this machine has onnxruntime {onnxruntime.__version__}",
+            expected=f"onnxruntime {engine.oldest_version} or newer (built with {engine.version})",
+            fix=f"pip install 'onnxruntime>={engine.oldest_version}'",
+        )
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    """Orders versions by their leading numbers: "1.23.2+cpu" -> (1, 23, 2)."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
+
+
+def check_files(
+    folder: Path, files: dict[str, FileRecord], *, full: bool = False, progress: Progress | None = None
+) -> None:
+    """Compares files of a bundle with their records.
+
+    Hashes of a large bundle are remembered in the user's cache folder by each file's size, times and inode: the second
+    open is instant. What disks do to bytes behind the file system's back is seen with ``full`` only.
+
+    Args:
+        folder: the bundle.
+        files: records by name.
+        full: hash every file, whatever is remembered.
+        progress: told how far hashing got.
+
+    Raises:
+        BundleError: a file is missing, is a link, lies outside the folder, or differs in size or content.
+    """
+    broken = "copy the bundle again, or build it again with --overwrite"
+    stats: dict[str, os.stat_result] = {}
+    for name, record in files.items():
+        path = folder / name
+        try:
+            found = path.lstat()
+        except OSError as error:
+            raise BundleError(
+                f"{path} is missing ({error.strerror or error})",
+                expected="every file that the manifest lists",
+                fix=broken,
+            ) from error
+        if not stat.S_ISREG(found.st_mode) or not path.resolve().is_relative_to(folder.resolve()):
+            raise BundleError(f"{path} is not a regular file of the bundle", expected="a file, not a link", fix=broken)
+        if found.st_size != record.size:
+            raise BundleError(f"{path} has {found.st_size} bytes", expected=f"{record.size} bytes", fix=broken)
+        stats[name] = found
+    remembered = {} if full else _recall(folder)
+    to_hash = [name for name in files if remembered.get(name) != [*_identity(stats[name]), files[name].sha256]]
+    if not to_hash:
+        return
+    with (progress or Progress()).task("check files", sum(files[name].size for name in to_hash), "bytes") as advance:
+        for name in to_hash:
+            try:
+                digest = sha256_file(folder / name, advance)
+            except OSError as error:
+                raise BundleError(f"{folder / name} cannot be read ({error.strerror or error})", fix=broken) from error
+            if digest != files[name].sha256:
+                raise BundleError(
+                    f"{folder / name} is damaged: its SHA-256 is {digest[:12]}...",
+                    expected=f"{files[name].sha256[:12]}... as the manifest records",
+                    fix=broken,
+                )
+    if sum(record.size for record in files.values()) >= REMEMBER_FROM_BYTES:
+        _remember(folder, {name: [*_identity(stats[name]), files[name].sha256] for name in files})
+
+
+def _identity(found: os.stat_result) -> list[int]:
+    # The change time cannot be set back by the owner, the modification time can.
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def _memory_file(folder: Path) -> Path | None:
+    """Where a hash check is remembered: outside the bundle, which may be read-only and must not vouch for itself."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home folder
+        return None
+    key = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    return cache / "dgcompile" / "verified" / f"{key}.json"
+
+
+def _recall(folder: Path) -> dict[str, list[int | str]]:
+    path = _memory_file(folder)
+    try:
+        content = json.loads(path.read_text()) if path else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _remember(folder: Path, verified: dict[str, list[int | str]]) -> None:
+    path = _memory_file(folder)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(verified, sort_keys=True).encode())
+    except OSError:
+        pass  # a cache folder that cannot be written only costs the next open its time
