@@ -1,17 +1,18 @@
 """ModelSpec: the frozen shape of a DiffusionGemma model, read from ``config.json`` and validated.
 
 Everything downstream (tensor names, cache sizes, graph inputs, plans) is derived from this one object. Two forms of
-``config.json`` are read: the published one, which carries ``global_head_dim`` and ``num_global_key_value_heads``, and the
-one that transformers 5.24 saves, which carries ``per_layer_config`` and leaves out ``final_logit_softcapping``.
+``config.json`` are read: the published one, which carries ``global_head_dim`` and ``num_global_key_value_heads``, and
+the one that transformers 5.24 saves, which carries ``per_layer_config`` and leaves out ``final_logit_softcapping``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dgcompile.config_file import validation_error
 from dgcompile.errors import CheckpointError
 
 MODEL_TYPE = "diffusion_gemma"
@@ -20,7 +21,13 @@ MODEL_TYPE = "diffusion_gemma"
 DEFAULT_SOFTCAP = 30.0
 """``final_logit_softcapping`` where a config omits it: the default of transformers' DiffusionGemmaTextConfig."""
 
+DEFAULT_CANVAS_LENGTH = 256
+"""``canvas_length`` where a config omits it: the default of transformers' DiffusionGemmaConfig."""
+
 LayerKind = Literal["sliding_attention", "full_attention"]
+# Strict: "64", 64.0 and true are no sizes. The bound keeps products of two of them within 64 bits.
+Size = Annotated[int, Field(strict=True, gt=0, lt=2**31)]
+PositiveNumber = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class _Frozen(BaseModel):
@@ -39,27 +46,27 @@ class LayerSpec(_Frozen):
     """
 
     kind: LayerKind
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-    window: int
+    num_key_value_heads: Size
+    head_dim: Size
+    window: Annotated[int, Field(strict=True, ge=0, lt=2**31)]
     has_v_proj: bool
 
 
 class ModelSpec(_Frozen):
-    """Shape of the text model. Field names are those of the Hugging Face config; token ids are in ``GenerationDefaults``."""
+    """Shape of the text model. Fields have the names of the Hugging Face config; token ids are in GenerationConfig."""
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_attention_heads: PositiveInt
-    num_experts: PositiveInt
-    top_k_experts: PositiveInt
-    moe_intermediate_size: PositiveInt
-    sliding_window: PositiveInt
-    canvas_length: PositiveInt
-    max_position_embeddings: PositiveInt
-    final_logit_softcapping: float
-    rms_norm_eps: float
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_experts: Size
+    top_k_experts: Size
+    moe_intermediate_size: Size
+    sliding_window: Size
+    canvas_length: Size
+    max_position_embeddings: Size
+    final_logit_softcapping: PositiveNumber
+    rms_norm_eps: PositiveNumber
     hidden_activation: str
     layers: tuple[LayerSpec, ...]
 
@@ -69,7 +76,7 @@ class ModelSpec(_Frozen):
         return len(self.layers)
 
     def cache_capacity(self, layer: int, max_context: int) -> int:
-        """Rows that the KV cache of ``layer`` holds: the window of a sliding layer (a ring), ``max_context`` otherwise."""
+        """Rows of the KV cache of ``layer``: the window of a sliding layer (a ring), ``max_context`` otherwise."""
         window = self.layers[layer].window
         return min(window, max_context) if window else max_context
 
@@ -143,16 +150,18 @@ class ModelSpec(_Frozen):
         text = config.get("text_config")
         if not isinstance(text, Mapping):
             raise CheckpointError(f"{source}: text_config is missing", expected="an object with the text model's shape")
-        try:
-            fields = _text_fields(text, source)
-            spec = cls.model_validate({**fields, "canvas_length": config.get("canvas_length", 256)})
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+        if config.get("tie_word_embeddings") is False:
+            # In this model the flag unties everything that encoder and decoder share, not only the LM head.
             raise CheckpointError(
-                f"{source}: text_config.{where} is {first.get('input')!r}: {first['msg'].lower()}",
-                fix="fix the value or fetch the checkpoint again",
-            ) from error
+                f"{source}: tie_word_embeddings is false", expected="true: encoder and decoder share their weights"
+            )
+        fields = {**_text_fields(text, source), "canvas_length": config.get("canvas_length", DEFAULT_CANVAS_LENGTH)}
+        try:
+            spec = cls.model_validate(fields)
+        except ValidationError as error:
+            inside = error.errors()[0]["loc"][:1] != ("canvas_length",)
+            prefix = "text_config." if inside else ""
+            raise validation_error(source, error, cls, error=CheckpointError, prefix=prefix) from error
         _check_consistency(spec, source)
         return spec
 
@@ -168,7 +177,9 @@ def _text_fields(text: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     kinds = need("layer_types")
     if not isinstance(kinds, list) or not kinds:
-        raise CheckpointError(f"{source}: text_config.layer_types is {kinds!r}", expected="a list with one kind per layer")
+        raise CheckpointError(
+            f"{source}: text_config.layer_types is {kinds!r}", expected="a list with one kind per layer"
+        )
     declared = text.get("num_hidden_layers", len(kinds))
     if declared != len(kinds):
         raise CheckpointError(
@@ -187,17 +198,16 @@ def _text_fields(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     layers = [
         {
             "kind": kind,
-            "num_key_value_heads": _per_layer(text, index, kind, "num_key_value_heads", source),
-            "head_dim": _per_layer(text, index, kind, "head_dim", source),
+            **{key: need(key) if override.get(key) is None else override[key] for key in _PER_LAYER_KEYS},
             "window": window if kind == "sliding_attention" else 0,
             "has_v_proj": kind == "sliding_attention",
         }
-        for index, kind in enumerate(kinds)
+        for kind, override in zip(kinds, _layer_overrides(text, kinds, source), strict=True)
     ]
     return {
         "layers": layers,
         "sliding_window": window,
-        "final_logit_softcapping": text.get("final_logit_softcapping") or DEFAULT_SOFTCAP,
+        "final_logit_softcapping": text.get("final_logit_softcapping", DEFAULT_SOFTCAP),
         "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
         "hidden_activation": text.get("hidden_activation", "gelu_pytorch_tanh"),
         **{
@@ -216,30 +226,52 @@ def _text_fields(text: Mapping[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _per_layer(text: Mapping[str, Any], index: int, kind: str, key: str, source: str) -> Any:
-    """``head_dim`` or ``num_key_value_heads`` of one layer, from whichever of the two config forms is present."""
-    overrides = text.get("per_layer_config")
-    if isinstance(overrides, Mapping):
-        # JSON object keys are strings; transformers itself uses integers in memory.
-        entry = overrides.get(str(index), overrides.get(index, {}))
-        if isinstance(entry, Mapping) and entry.get(key) is not None:
-            return entry[key]
-    elif kind == "full_attention":
-        published = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}[key]
-        if text.get(published) is not None:
-            return text[published]
-        if key == "head_dim":
+_PER_LAYER_KEYS = ("num_key_value_heads", "head_dim")
+
+
+def _layer_overrides(text: Mapping[str, Any], kinds: list[Any], source: str) -> list[dict[str, Any]]:
+    """What each layer has instead of ``text``'s own ``head_dim`` and ``num_key_value_heads``, from either config form.
+
+    As in transformers, ``per_layer_config`` hides the published form's keys when both are there.
+    """
+    if "per_layer_config" not in text:
+        full = {"head_dim": text.get("global_head_dim")}
+        if full["head_dim"] is None:
+            # transformers would fill in 512.
             raise CheckpointError(
-                f"{source}: neither text_config.{published} nor per_layer_config is present",
-                expected=f"the {key} of the full-attention layers",
+                f"{source}: neither text_config.global_head_dim nor text_config.per_layer_config is present",
+                expected="the head_dim of the full-attention layers",
             )
-    if text.get(key) is None:
-        raise CheckpointError(f"{source}: text_config.{key} is missing", fix="fetch the checkpoint again")
-    return text[key]
+        if text.get("num_global_key_value_heads") is not None:
+            full["num_key_value_heads"] = text["num_global_key_value_heads"]
+        return [full if kind == "full_attention" else {} for kind in kinds]
+
+    given = text["per_layer_config"] or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(
+            f"{source}: text_config.per_layer_config is {given!r}", expected="an object with an entry per layer index"
+        )
+    overrides: list[dict[str, Any]] = [{} for _ in kinds]
+    for key, entry in given.items():
+        # transformers pads the keys with zeros ("05"), so that they sort.
+        if not (str(key).isascii() and str(key).isdigit()) or int(key) >= len(kinds) or not isinstance(entry, Mapping):
+            raise CheckpointError(
+                f"{source}: text_config.per_layer_config has the entry {key!r}: {entry!r}",
+                expected=f"keys from 0 to {len(kinds) - 1} with an object each",
+            )
+        for name, value in entry.items():
+            if name in _PER_LAYER_KEYS:
+                overrides[int(key)][name] = value
+            elif value != text.get(name):
+                raise CheckpointError(
+                    f"{source}: text_config.per_layer_config.{key}.{name} is {value!r}",
+                    expected=f"only {' and '.join(_PER_LAYER_KEYS)} to differ between layers",
+                )
+    return overrides
 
 
 def _check_consistency(spec: ModelSpec, source: str) -> None:
-    """Refuses shapes that would fail only deep inside tracing."""
+    """Refuses what would fail only deep inside tracing, or not at all and compute something else."""
     if spec.top_k_experts > spec.num_experts:
         raise CheckpointError(
             f"{source}: top_k_experts is {spec.top_k_experts} but num_experts is {spec.num_experts}",
@@ -252,6 +284,11 @@ def _check_consistency(spec: ModelSpec, source: str) -> None:
     for index, layer in enumerate(spec.layers):
         if spec.num_attention_heads % layer.num_key_value_heads:
             raise CheckpointError(
-                f"{source}: layer {index} has {spec.num_attention_heads} heads and {layer.num_key_value_heads} KV heads",
-                expected="KV heads that divide the heads",
+                f"{source}: layer {index} has {layer.num_key_value_heads} KV heads",
+                expected=f"a divisor of the {spec.num_attention_heads} heads",
+            )
+        if layer.head_dim % 2:
+            raise CheckpointError(
+                f"{source}: layer {index} has head_dim {layer.head_dim}",
+                expected="an even number, which rotary embeddings need",
             )

@@ -1,0 +1,57 @@
+"""Target: what dgcompile builds for. Each is a YAML file of facts in ``dgcompile/targets``, or one of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dgcompile.config_file import data_file_names, find_data_file, read_yaml
+from dgcompile.errors import TargetError
+
+Backend = Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Target(BaseModel):
+    """A GPU model, or the CPU.
+
+    Attributes:
+        name: as ``--target`` takes it.
+        title: the product's name.
+        backend: what builds and runs the engines.
+        compute_capability: CUDA's, such as "9.0"; None off the GPU.
+        memory_bytes: device memory; None where it depends on the machine.
+        memory_bandwidth: bytes per second; None where it depends on the machine.
+        flops: dense FLOP/s (a multiply-add is two) per precision of the multiplied numbers, accumulated in float32.
+        weight_formats: what a recipe may store weights as for this target; empty while this version of dgcompile
+            cannot build for it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+    title: str
+    backend: Backend
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d$")] | None = None
+    memory_bytes: Annotated[int, Field(strict=True, gt=0)] | None = None
+    memory_bandwidth: Positive | None = None
+    flops: dict[Precision, Positive] = {}
+    weight_formats: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, source: str | Path) -> Target:
+        """Loads a target by name ("cpu", "h100", "rtx5090") or from a YAML file.
+
+        Raises:
+            TargetError: no such target, or a malformed file; names the file and the key.
+        """
+        file = find_data_file(source, "target", "dgcompile.targets", error=TargetError)
+        return read_yaml(file, cls, error=TargetError)
+
+
+def list_targets() -> list[str]:
+    """Names of the targets that come with dgcompile."""
+    return data_file_names("dgcompile.targets")
