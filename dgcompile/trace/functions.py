@@ -1,7 +1,7 @@
 """ONNX functions: the meaning of the custom nodes, so that any ONNX runtime executes the graphs as they are.
 
-They are written for onnxruntime's CPU provider: nothing is computed on cache slots beyond those in use, and every expert
-runs once on all of its tokens. Engines with a kernel of their own strip them.
+They are written for onnxruntime's CPU provider: nothing is computed on cache slots beyond those in use, and every
+expert runs once on all of its tokens. Engines with a kernel of their own strip them.
 """
 
 # mypy: ignore-errors
@@ -12,20 +12,15 @@ from __future__ import annotations
 import onnx
 from onnxscript import opset21 as op
 from onnxscript import script
-from onnxscript.values import Opset
 
-from dgcompile.trace.ops import ONNX_DOMAIN, ONNX_DOMAIN_VERSION
+from dgcompile.trace.nodes import DOMAIN
 
 OPSET = 21
 """Version of the ONNX operator set of the graphs: the first with 4-bit integers and blocked DequantizeLinear."""
 
-_domain = Opset(ONNX_DOMAIN, ONNX_DOMAIN_VERSION)
 
-
-@script(_domain, default_opset=op)
-def BlockAttention(  # noqa: N802 - the name of the ONNX operator
-    query, key, value, past_key, past_value, past_length, scale: float, window: int, causal: int
-):
+@script(DOMAIN, default_opset=op)
+def BlockAttention(query, key, value, past_key, past_value, past_length, scale: float, window: int, causal: int):
     """See ``dgcompile.plugins.block_attention.reference``."""
     zero = op.Constant(value_ints=[0])
     one = op.Constant(value_ints=[1])
@@ -93,10 +88,8 @@ def BlockAttention(  # noqa: N802 - the name of the ONNX operator
     return op.Reshape(op.Transpose(split, perm=[0, 3, 1, 2, 4]), op.Shape(query))
 
 
-@script(_domain, default_opset=op)
-def MixtureOfExperts(  # noqa: N802 - the name of the ONNX operator
-    hidden, expert_ids, expert_weights, gate_up, down
-):
+@script(DOMAIN, default_opset=op)
+def MixtureOfExperts(hidden, expert_ids, expert_weights, gate_up, down):
     """See ``dgcompile.plugins.moe.reference``: tokens are sorted into a table [E, C], C = the busiest expert's load."""
     zero = op.Constant(value_ints=[0])
     one = op.Constant(value_ints=[1])
@@ -128,7 +121,5 @@ def function_protos() -> list[onnx.FunctionProto]:
     experts = MixtureOfExperts.to_function_proto()
     # The function above serves unpacked weights; the attributes tell kernels what they get.
     declared = {*experts.attribute, *(attribute.name for attribute in experts.attribute_proto)}
-    experts.attribute.extend(
-        name for name in ("activation", "weight_format", "group_size") if name not in declared
-    )
+    experts.attribute.extend(name for name in ("activation", "weight_format", "group_size") if name not in declared)
     return [attention, experts]

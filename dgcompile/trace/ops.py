@@ -1,20 +1,16 @@
 """The two custom torch operators that stand for the subgraphs with kernels of their own.
 
 They have a real CPU implementation, so an exported program stays runnable in torch, and a fake one that only knows
-shapes, so that tracing needs no weights. :data:`ONNX_DECOMPOSITIONS` turns them into nodes of the ONNX domain
+shapes, so that tracing needs no weights. :mod:`dgcompile.trace.nodes` turns them into nodes of the ONNX domain
 ``dgcompile``; their meaning there is in :mod:`dgcompile.trace.functions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-ONNX_DOMAIN = "dgcompile"
-ONNX_DOMAIN_VERSION = 1
 
 
 @torch.library.custom_op("dgcompile::block_attention", mutates_args=())
@@ -93,46 +89,3 @@ def mixture_of_experts(
 @mixture_of_experts.register_fake
 def _(hidden: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
-
-
-def _block_attention_node(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor,
-    past_value: Tensor,
-    past_length: Tensor,
-    scale: float,
-    window: int,
-    causal: bool,
-) -> Tensor:
-    """The ONNX node of :func:`block_attention`."""
-    return torch.onnx.ops.symbolic(
-        f"{ONNX_DOMAIN}::BlockAttention",
-        (query, key, value, past_key, past_value, past_length),
-        attrs={"scale": scale, "window": window, "causal": int(causal)},
-        dtype=query.dtype,
-        shape=query.shape,
-        version=ONNX_DOMAIN_VERSION,
-    )
-
-
-def _mixture_of_experts_node(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    """The ONNX node of :func:`mixture_of_experts`."""
-    return torch.onnx.ops.symbolic(
-        f"{ONNX_DOMAIN}::MixtureOfExperts",
-        (hidden, expert_ids, expert_weights, gate_up, down),
-        attrs={"activation": "gelu_tanh", "weight_format": "float", "group_size": 0},
-        dtype=hidden.dtype,
-        shape=hidden.shape,
-        version=ONNX_DOMAIN_VERSION,
-    )
-
-
-ONNX_DECOMPOSITIONS: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.dgcompile.block_attention.default: _block_attention_node,
-    torch.ops.dgcompile.mixture_of_experts.default: _mixture_of_experts_node,
-}
-"""For ``ExportedProgram.run_decompositions``: custom operator -> its ONNX node."""

@@ -11,8 +11,8 @@ FloatArray = npt.NDArray[np.floating]
 def cached_positions(capacity: int, past_length: int) -> npt.NDArray[np.int64]:
     """Position of the token held by each cache slot, [capacity]; a slot never written has a negative one.
 
-    Token p lies in slot ``p % capacity``, so slot s holds the latest p < past_length with ``p % capacity == s``. The same
-    rule serves a ring (capacity = window) and a cache that never wraps (capacity >= past_length).
+    Token p lies in slot ``p % capacity``, so slot s holds the latest p < past_length with ``p % capacity == s``. The
+    same rule serves a ring (capacity = window) and a cache that never wraps (capacity >= past_length).
     """
     slots = np.arange(capacity)
     return past_length - 1 - (past_length - 1 - slots) % capacity

@@ -11,7 +11,8 @@ FloatArray = npt.NDArray[np.floating]
 def gelu_tanh(values: FloatArray) -> npt.NDArray[np.float64]:
     """GELU in its tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415), elementwise in float64."""
     wide = values.astype(np.float64)
-    return 0.5 * wide * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (wide + 0.044715 * wide**3)))
+    inner = np.sqrt(2.0 / np.pi) * (wide + 0.044715 * wide**3)
+    return np.asarray(0.5 * wide * (1.0 + np.tanh(inner)), dtype=np.float64)
 
 
 def mixture_of_experts(

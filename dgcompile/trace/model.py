@@ -1,0 +1,50 @@
+"""The transformers model without its weights: shapes are traced, weights are referred to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma import modeling_diffusion_gemma as modeling
+
+# The graphs take tokens only: the smallest vision tower that the constructor accepts stands in for the real one.
+_NO_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def weightless_model(config: Mapping[str, Any]) -> tuple[DiffusionGemmaForBlockDiffusion, FakeTensorMode]:
+    """Builds the model in fp32 with fake parameters: no memory is taken, whatever the model's size.
+
+    Buffers that are computed rather than stored (rotary frequencies, embedding scale) are real.
+
+    Args:
+        config: the parsed ``config.json``.
+
+    Returns:
+        the model in eval mode, and the fake mode that its parameters belong to.
+    """
+    settings = copy.deepcopy({key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")})
+    settings["vision_config"] = dict(_NO_VISION)
+    parsed = DiffusionGemmaConfig(**settings)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model = DiffusionGemmaForBlockDiffusion(parsed)
+    model.train(False)
+    for module in model.modules():
+        if isinstance(module, modeling.DiffusionGemmaTextRotaryEmbedding):
+            for name, buffer in modeling.DiffusionGemmaTextRotaryEmbedding(module.config).named_buffers():
+                setattr(module, name, buffer)
+        elif isinstance(module, modeling.DiffusionGemmaTextScaledWordEmbedding):
+            module.register_buffer("embed_scale", torch.tensor(module.scalar_embed_scale), persistent=False)
+    return model, fake
