@@ -1,0 +1,125 @@
+"""What the generation loop needs from a backend: a Session (the weights) that runs Batches (the rows' state)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dgcompile.errors import RequestError
+from dgcompile.model_spec import ModelSpec
+from dgcompile.runtime.kv_cache import Array, KVCache
+
+
+class Batch:
+    """State of B rows that are generated together: their KV cache and every buffer of the denoiser, allocated once.
+
+    Canvas and self-conditioning exist twice: a denoising step reads one copy and writes the other, then they change
+    places, so that nothing is copied between steps.
+
+    Args:
+        spec: the model.
+        cache: the rows' KV cache, with room for B rows.
+        dtype: dtype of the self-conditioning signal.
+
+    Attributes:
+        temperature, entropy_bound: float32 [B], inputs of the next step.
+        uniform: float32 [B, L] in [0, 1); noise_ids: int32 [B, L]; random numbers of the next step.
+        argmax_ids: int32 [B, L]; accepted: bool [B, L]; entropy: float32 [B, L]; results of the last step.
+        bindings: what a session keeps about this batch's buffers; nobody else touches it.
+    """
+
+    def __init__(self, spec: ModelSpec, cache: KVCache, dtype: npt.DTypeLike) -> None:
+        rows, length = cache.batch, spec.canvas_length
+        self.cache = cache
+        self.canvas_length = length
+        self.temperature: npt.NDArray[np.float32] = np.ones(rows, dtype=np.float32)
+        self.entropy_bound: npt.NDArray[np.float32] = np.zeros(rows, dtype=np.float32)
+        self.uniform: npt.NDArray[np.float32] = np.zeros((rows, length), dtype=np.float32)
+        self.noise_ids: npt.NDArray[np.int32] = np.zeros((rows, length), dtype=np.int32)
+        self.argmax_ids: npt.NDArray[np.int32] = np.zeros((rows, length), dtype=np.int32)
+        self.accepted: npt.NDArray[np.bool_] = np.zeros((rows, length), dtype=np.bool_)
+        self.entropy: npt.NDArray[np.float32] = np.zeros((rows, length), dtype=np.float32)
+        self.bindings: dict[Hashable, Any] = {}
+        self.parity = 0
+        self._canvas_ids: list[npt.NDArray[np.int32]] = [np.zeros((rows, length), dtype=np.int32) for _ in range(2)]
+        self._self_conditioning: list[Array] = [
+            np.zeros((rows, length, spec.hidden_size), dtype=dtype) for _ in range(2)
+        ]
+
+    @property
+    def canvas_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [B, L]: the canvases that the next denoising step reads."""
+        return self._canvas_ids[self.parity]
+
+    @property
+    def next_canvas_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [B, L]: the buffer that the next denoising step writes."""
+        return self._canvas_ids[1 - self.parity]
+
+    @property
+    def self_conditioning(self) -> Array:
+        """[B, L, H]: the self-conditioning that the next denoising step reads; all zeros on a canvas's first step."""
+        return self._self_conditioning[self.parity]
+
+    @property
+    def next_self_conditioning(self) -> Array:
+        """[B, L, H]: the buffer that the next denoising step writes."""
+        return self._self_conditioning[1 - self.parity]
+
+    def start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
+        """Starts a canvas in rows 0 .. R-1: takes the initial ``canvas_ids`` [R, L] and zeroes the self-conditioning.
+
+        Raises:
+            RequestError: the canvases have another length than the model's.
+        """
+        if canvas_ids.shape[1:] != (self.canvas_length,):
+            raise RequestError(
+                f"a canvas of {canvas_ids.shape[-1]} tokens was given",
+                expected=f"{self.canvas_length}, the length that the model was trained with",
+            )
+        self.canvas_ids[: len(canvas_ids)] = canvas_ids
+        # Zeros mean "no signal". The signal of zero logits (the mean embedding) would be something else.
+        self.self_conditioning[: len(canvas_ids)] = 0
+
+    def swap(self) -> None:
+        """Makes what the last denoising step wrote the input of the next; sessions call it after each step."""
+        self.parity = 1 - self.parity
+
+
+class Session(Protocol):
+    """A loaded bundle on one device. Batches are independent; each belongs to the session that made it."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens (prompt and whole canvases) that a row may hold at most."""
+
+    def new_batch(self, rows: int, capacity: int) -> Batch:
+        """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each."""
+
+    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
+        """Runs the encoder on rows 0 .. R-1 and commits the new tokens to their caches.
+
+        Args:
+            batch: the rows.
+            input_ids: int32 [R, N], right-padded.
+            input_length: int32 [R], how many of the N tokens are real, at least 1.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+
+    def denoise(self, batch: Batch, first: int, last: int) -> None:
+        """Runs one denoising step on rows ``first`` .. ``last`` (inclusive); other rows' results become meaningless.
+
+        Reads the batch's inputs, writes its results, and makes the next canvas and self-conditioning the current ones.
+
+        Raises:
+            EngineError: the engine failed.
+        """
