@@ -154,9 +154,9 @@ def acceptance_margin(
     """
     values = entropy.astype(np.float64)
     own = values[position]
-    before = np.sort(values)
-    sum_before = before[: np.searchsorted(before, own)].sum()
-    margins = [abs(sum_before - bound)]
+    order = np.lexsort((~accepted, values))  # of equal entropies, accepted ones came first
+    rank = np.flatnonzero(order == position)[0]
+    margins = [abs(values[order[:rank]].sum() - bound)]
     others = values[~accepted] if accepted[position] else values[accepted]
     if len(others):
         margins.append(np.abs(others - own).min())
