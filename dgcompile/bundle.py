@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,12 +31,12 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
+from dgcompile.weights_store import WEIGHTS_FILE as WEIGHTS_FILE
 
 FORMAT_VERSION = 1
 """Version of the bundle's layout that this dgcompile writes; it reads this one and older ones."""
 
 MANIFEST_FILE = "manifest.json"
-WEIGHTS_FILE = "weights.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -92,9 +93,10 @@ class StageRecord(_Frozen):
 
 
 class GraphRecord(_Frozen):
-    """One ONNX graph: the operator sets that it needs and its tensors in their order."""
+    """One ONNX graph: the operator sets and the file format that it needs, and its tensors in their order."""
 
     opsets: dict[str, PositiveInt]
+    ir_version: PositiveInt
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
@@ -192,7 +194,7 @@ class Manifest(_Frozen):
 
     def _check(self, path: Path) -> None:
         """Refuses a manifest whose parts contradict each other: sessions size their buffers by it."""
-        rebuild = "build the bundle again with --overwrite"
+        rebuild = "copy the bundle again, or build it again with --overwrite"
         missing = [stage for stage in STAGES if stage not in self.stages]
         if missing:
             raise BundleError(f"{path}: stages.{missing[0]} is missing", fix=rebuild)
@@ -338,7 +340,7 @@ def check_machine(manifest: Manifest, folder: Path) -> None:
             f"{folder} runs on {engine.name}, which cannot be imported here ({error})",
             fix=f"pip install 'onnxruntime>={engine.oldest_version}'",
         ) from error
-    if _version_key(onnxruntime.__version__) < _version_key(engine.oldest_version):
+    if version_key(onnxruntime.__version__) < version_key(engine.oldest_version):
         opset = max(record.opsets.get("", 0) for record in manifest.graphs.values())
         raise BundleError(
             f"{folder}: its graphs use ONNX opset {opset} and this machine has onnxruntime {onnxruntime.__version__}",
@@ -347,14 +349,14 @@ def check_machine(manifest: Manifest, folder: Path) -> None:
         )
 
 
-def _version_key(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
     """Orders versions by their leading numbers: "1.23.2+cpu" -> (1, 23, 2)."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 
 
 def check_files(
-    folder: Path, files: dict[str, FileRecord], *, full: bool = False, progress: Progress | None = None
+    folder: Path, files: Mapping[str, FileRecord], *, full: bool = False, progress: Progress | None = None
 ) -> None:
     """Compares files of a bundle with their records.
 
@@ -370,7 +372,7 @@ def check_files(
     Raises:
         BundleError: a file is missing, is a link, lies outside the folder, or differs in size or content.
     """
-    broken = "copy the bundle again, or build it again with --overwrite"
+    broken = "copy the bundle again, or repair it by the `dgcompile build` command that made it"
     stats: dict[str, os.stat_result] = {}
     for name, record in files.items():
         path = folder / name
@@ -403,8 +405,34 @@ def check_files(
                     expected=f"{files[name].sha256[:12]}... as the manifest records",
                     fix=broken,
                 )
-    if sum(record.size for record in files.values()) >= REMEMBER_FROM_BYTES:
-        _remember(folder, {name: [*_identity(stats[name]), files[name].sha256] for name in files})
+    _remember(folder, files, stats)
+
+
+def record_files(
+    folder: Path, names: Iterable[str], *, label: str, progress: Progress, known: Mapping[str, str] | None = None
+) -> dict[str, FileRecord]:
+    """Records of files just written, for the manifest.
+
+    Args:
+        folder: the bundle.
+        names: the files.
+        label: what ``progress`` shows while they are hashed.
+        progress: told the bytes.
+        known: SHA-256 of files that were hashed while they were written: these are not read again.
+    """
+    known = known or {}
+    stats = {name: (folder / name).lstat() for name in names}
+    records = {}
+    with progress.task(label, sum(found.st_size for found in stats.values()), "bytes") as advance:
+        for name, found in stats.items():
+            digest = known.get(name)
+            if digest is None:
+                digest = sha256_file(folder / name, advance)
+            else:
+                advance(found.st_size)
+            records[name] = FileRecord(size=found.st_size, sha256=digest)
+    _remember(folder, records, stats)
+    return records
 
 
 def _identity(found: os.stat_result) -> list[int]:
@@ -431,12 +459,14 @@ def _recall(folder: Path) -> dict[str, list[int | str]]:
     return content if isinstance(content, dict) else {}
 
 
-def _remember(folder: Path, verified: dict[str, list[int | str]]) -> None:
+def _remember(folder: Path, files: Mapping[str, FileRecord], stats: Mapping[str, os.stat_result]) -> None:
+    """Notes that these files were found equal to their records while they looked like ``stats``."""
     path = _memory_file(folder)
-    if path is None:
+    if path is None or sum(record.size for record in files.values()) < REMEMBER_FROM_BYTES:
         return
+    verified = {name: [*_identity(stats[name]), record.sha256] for name, record in files.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(verified, sort_keys=True).encode())
+        write_atomically(path, json.dumps({**_recall(folder), **verified}, sort_keys=True).encode())
     except OSError:
         pass  # a cache folder that cannot be written only costs the next open its time

@@ -117,7 +117,9 @@ def validation_error(
         prefix: put before the key's name, such as ``"text_config."``.
     """
     first = problem.errors(include_url=False)[0]
-    where = prefix + ".".join(str(part) for part in first["loc"])
+    # Keys are untrusted too: an escape sequence in one must not reach the terminal.
+    parts = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in first["loc"]]
+    where = prefix + ".".join(parts)
     if first["type"] == "extra_forbidden":
         known = ", ".join(model.model_fields) if len(first["loc"]) == 1 else None
         return error(f"{source}: unknown key {where!r}", expected=f"one of {known}" if known else None)

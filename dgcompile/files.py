@@ -42,17 +42,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def move_into_place(source: Path, path: Path) -> None:
-    """Renames a completely written file to its final name, after its bytes have reached the disk."""
-    handle = os.open(source, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    source.replace(path)
-    sync_folder(path.parent)
-
-
 def sha256_file(path: Path, advance: Advance | None = None) -> str:
     """SHA-256 of a file in hexadecimal, read in chunks; ``advance`` is given the bytes of each."""
     digest = hashlib.sha256()

@@ -1,0 +1,304 @@
+"""``build``: runs the stages that are not done yet, and records each in the manifest when it is."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dgcompile import __version__
+from dgcompile.build.lock import LOCK_FILE, folder_lock
+from dgcompile.build.stages import ALL_STAGES, Job, Stage
+from dgcompile.bundle import (
+    CHAT_TEMPLATE_FILE,
+    GENERATION_CONFIG_FILE,
+    GRAPH_FILES,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    Bundle,
+    Manifest,
+    StageName,
+    StageRecord,
+    check_files,
+    record_files,
+)
+from dgcompile.checkpoint import Checkpoint
+from dgcompile.errors import BundleError, DgcompileError, InputError, MissingDependencyError, StageError, TargetError
+from dgcompile.files import PARTIAL_SUFFIX
+from dgcompile.model_spec import ModelSpec
+from dgcompile.progress import Progress
+from dgcompile.recipe import Recipe
+from dgcompile.target import Target
+
+DEFAULT_MAX_CONTEXT = 8192
+"""Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
+
+_BUNDLE_FILES = frozenset(
+    {MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, *GRAPH_FILES.values()}
+)
+_BUILD_PACKAGES = ("torch", "transformers", "onnx", "onnxscript")
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_RESUME = "run the same command again: it goes on where it stopped"
+
+
+def build(
+    checkpoint: Checkpoint | str | Path,
+    target: Target,
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    max_context: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Makes a bundle, or finishes one that a killed build left behind; a finished one is only checked.
+
+    Ctrl-C (KeyboardInterrupt) may end it at any point: the same call goes on where it stopped.
+
+    Args:
+        checkpoint: an opened checkpoint, a folder, or a hub id.
+        target: what to build for; only the onnxruntime backend can be built by this version.
+        recipe: the precision of each class of weight.
+        output: the bundle's folder, made when missing.
+        max_context: most tokens, prompt and answer together, of one row; see :func:`resolve_max_context`.
+        overwrite: replace a bundle in ``output`` that was built from other inputs. Other folders are never touched.
+        progress: told what is going on.
+
+    Raises:
+        TargetError, RecipeError, CheckpointError: what to build from or for is refused, before any work.
+        BundleError: the output folder cannot be used.
+        InputError: ``max_context`` is out of range.
+        StageError: a stage failed; what was finished before stays finished.
+        MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
+    """
+    check_buildable(target, recipe)
+    progress = progress or Progress()
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    context = resolve_max_context(opened.spec, max_context)
+    folder = Path(output)
+    _prepare_folder(folder)
+    with _explained("starting the build", folder), folder_lock(folder):
+        wanted = Manifest(
+            dgcompile_version=__version__,
+            checkpoint=opened.fingerprint(progress),
+            spec=opened.spec,
+            target=target,
+            recipe=recipe,
+            max_context=context,
+        )
+        manifest = _take_over(folder, wanted, overwrite)
+        job = Job(opened, folder, progress)
+        for stage in ALL_STAGES:
+            with _explained(f"stage {stage.name}", folder):
+                manifest = _bring_up_to_date(stage, job, manifest)
+        _sweep(folder, manifest)
+    return Bundle.open(folder, progress=progress)
+
+
+def check_buildable(target: Target, recipe: Recipe) -> None:
+    """Refuses what this version cannot build, before any work.
+
+    Raises:
+        TargetError: another backend than onnxruntime.
+        RecipeError: the target cannot run the recipe.
+        MissingDependencyError: a package that building needs is not installed.
+    """
+    if target.backend != "onnxruntime":
+        raise TargetError(
+            f"target {target.name} needs {target.backend} engines; this version of dgcompile builds cpu engines only",
+            expected="--target cpu",
+        )
+    recipe.check(target)
+    missing = [
+        name for name in ("torch", "transformers", "onnx", "onnxscript") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise MissingDependencyError(
+            f"building needs {', '.join(missing)}, which is not installed", fix="pip install 'dgcompile[build]'"
+        )
+
+
+def resolve_max_context(spec: ModelSpec, requested: int | None) -> int:
+    """``max_context`` of a bundle: ``requested``, or the model's own limit up to :data:`DEFAULT_MAX_CONTEXT`.
+
+    It bounds the cache of the full-attention layers, and so memory. It must leave room for one prompt token and one
+    canvas. The cpu target's graphs do not depend on it.
+
+    Raises:
+        InputError: out of range; names the range.
+    """
+    smallest, largest = spec.canvas_length + 1, spec.max_position_embeddings
+    if largest < smallest:
+        raise InputError(
+            f"the checkpoint's max_position_embeddings is {largest} and its canvas_length {spec.canvas_length}",
+            expected="room for at least one prompt token and one canvas",
+        )
+    if requested is None:
+        return min(largest, max(DEFAULT_MAX_CONTEXT, smallest))
+    if not smallest <= requested <= largest:
+        raise InputError(
+            f"max_context is {requested}",
+            expected=f"{smallest} (one prompt token and one canvas) to {largest} (the model's max_position_embeddings)",
+        )
+    return requested
+
+
+def _prepare_folder(folder: Path) -> None:
+    """Makes the folder, or refuses one that is somebody else's."""
+    if folder.exists() and not folder.is_dir():
+        raise BundleError(f"{folder} is a file", expected="a folder, or a name that is free")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path))
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if foreign and not (folder / MANIFEST_FILE).exists():
+        raise BundleError(
+            f"{folder} is not a bundle and not empty: it holds {foreign[0]}",
+            expected="a new or empty folder, or a bundle",
+            fix="choose another output folder",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is something that a build has beside the bundle's files while it runs."""
+    return path.name == LOCK_FILE or _is_leftover(path)
+
+
+def _is_leftover(path: Path) -> bool:
+    return path.name.endswith((PARTIAL_SUFFIX, WEIGHTS_FILE + ".journal"))
+
+
+def _take_over(folder: Path, wanted: Manifest, overwrite: bool) -> Manifest:
+    """The manifest to go on from: a new one, or that of an earlier build with what it finished."""
+    if not (folder / MANIFEST_FILE).exists():
+        wanted.write(folder)
+        return wanted
+    try:
+        found = Manifest.read(folder)
+    except BundleError:
+        foreign = sorted(p.name for p in folder.iterdir() if p.name not in _BUNDLE_FILES and not _is_ours(p))
+        if not overwrite:
+            raise
+        if foreign:
+            raise BundleError(
+                f"{folder} has a {MANIFEST_FILE} that is not readable as a bundle's, and holds {foreign[0]}",
+                expected="nothing but a bundle's files where --overwrite is given",
+                fix="choose another output folder",
+            ) from None
+        wanted.write(folder)
+        return wanted
+    differences = _differences(found, wanted)
+    if differences and not overwrite:
+        raise BundleError(
+            f"{folder} holds a bundle of another build: {'; '.join(differences)}",
+            expected="the same checkpoint, target, recipe and max_context",
+            fix="choose another output folder, or replace that bundle with --overwrite",
+        )
+    if found.spec != wanted.spec or found.recipe != wanted.recipe:
+        # Nothing of the old bundle fits, and its graphs would contradict the new manifest.
+        manifest = wanted
+    else:
+        # Finished stages stay as far as their own inputs did: each is asked in its turn.
+        kept = {"stages": found.stages, "graphs": found.graphs, "engine": found.engine}
+        manifest = wanted.model_copy(update=kept)
+    if manifest != found:
+        manifest.write(folder)
+    return manifest
+
+
+def _differences(found: Manifest, wanted: Manifest) -> list[str]:
+    """What the two were built from or for, where they differ, in the user's words."""
+    differences = []
+    if found.checkpoint != wanted.checkpoint or found.spec != wanted.spec:
+        differences.append("another checkpoint")
+    if found.target != wanted.target:
+        same_name = found.target.name == wanted.target.name
+        differences.append(f"target {found.target.name}" + (" with other facts" if same_name else ""))
+    if found.recipe != wanted.recipe:
+        same_name = found.recipe.name == wanted.recipe.name
+        differences.append(f"recipe {found.recipe.name}" + (" with other formats" if same_name else ""))
+    if found.max_context != wanted.max_context:
+        differences.append(f"max_context {found.max_context} instead of {wanted.max_context}")
+    return differences
+
+
+def _bring_up_to_date(stage: Stage, job: Job, manifest: Manifest) -> Manifest:
+    """Runs a stage unless it is finished, unchanged in its inputs and undamaged; returns the manifest as written."""
+    record = manifest.stages[stage.name]
+    inputs = stage.input_hash(job, manifest)
+    if record.state == "finished" and record.inputs == inputs:
+        try:
+            check_files(job.folder, record.files, progress=job.progress)
+            return manifest
+        except BundleError:
+            pass  # a damaged file is made again
+    if record.state == "finished":
+        # The record goes first: the old files must not vouch for the new ones, nor the other way round.
+        manifest = _with_stage(manifest, stage.name, StageRecord())
+        manifest.write(job.folder)
+    made = stage.run(job, manifest)
+    label = f"record {stage.name}"
+    files = record_files(job.folder, made.files, label=label, progress=job.progress, known=made.known_hashes)
+    if made.graphs is not None:
+        manifest = manifest.model_copy(update={"graphs": made.graphs})
+    if made.engine is not None:
+        manifest = manifest.model_copy(update={"engine": made.engine})
+    finished = StageRecord(state="finished", inputs=inputs, tools=stage.tool_versions(), files=files)
+    manifest = _with_stage(manifest, stage.name, finished)
+    manifest.write(job.folder)
+    return manifest
+
+
+def _with_stage(manifest: Manifest, name: StageName, record: StageRecord) -> Manifest:
+    return manifest.model_copy(update={"stages": {**manifest.stages, name: record}})
+
+
+def _sweep(folder: Path, manifest: Manifest) -> None:
+    """Removes what killed builds and replaced bundles left behind: the bundle is its manifest and what that lists."""
+    for path in folder.iterdir():
+        stale = path.name in _BUNDLE_FILES and path.name != MANIFEST_FILE and path.name not in manifest.files
+        if path.is_file() and (stale or _is_leftover(path)):
+            path.unlink()
+
+
+@contextmanager
+def _explained(what: str, folder: Path) -> Iterator[None]:
+    """Turns whatever a stage may raise into one of our errors. Ctrl-C passes through."""
+    try:
+        yield
+    except DgcompileError:
+        raise
+    except Exception as error:
+        cause = _os_error(error)
+        if cause is not None and cause.errno in _DISK_FULL:
+            raise StageError(
+                f"{what}: no space left for {cause.filename or folder} ({cause.strerror})",
+                expected="more free space, or a larger file size limit",
+                fix=f"free some, then {_RESUME}",
+            ) from error
+        if cause is not None and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise _unusable(folder, cause) from error
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise StageError(
+            f"{what} failed: {type(error).__name__}: {reason}", fix="run it again with --debug for the traceback"
+        ) from error
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """The operating system's complaint behind ``error``, if there is one."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def _unusable(folder: Path, error: OSError) -> BundleError:
+    return BundleError(
+        f"{error.filename or folder} cannot be written ({error.strerror or error})",
+        expected="an output folder that you may write into",
+        fix="choose another output folder or change its permissions",
+    )
