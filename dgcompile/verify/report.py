@@ -92,8 +92,9 @@ class PairReport(_Frozen):
 class EngineErrors(_Frozen):
     """Largest errors of the engines' outputs when they are given transformers' own inputs.
 
-    Errors are ``max |found - expected| / max |expected|`` over one tensor of one call. Calls that depend on a router
-    tie (see :attr:`Difference.router_margin`) are left out and counted: there another choice of experts is as right.
+    Errors are ``max |found - expected| / max |expected|`` over one tensor of one call. Errors beyond
+    :data:`MAX_RELATIVE_ERROR` of calls that depend on a router tie (see :attr:`Difference.router_margin`) are left out
+    and counted: there another choice of experts is as right.
 
     Attributes:
         keys: encoder, keys of any layer against transformers' cache.
@@ -102,7 +103,7 @@ class EngineErrors(_Frozen):
         entropy: denoiser, absolute, in nats.
         encoder_calls: encoder calls compared.
         denoiser_calls: denoising steps compared.
-        left_out: calls near a router tie.
+        left_out: errors left out.
     """
 
     keys: float = 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,15 @@ from dgcompile.runtime.loop import GenerationResult, StepEvent, encode_prompts, 
 from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.runtime.session import Session
 from dgcompile.verify.compare import Outcome, compare_step, compare_stop, relative_error
-from dgcompile.verify.report import TIE, Difference, EngineErrors, PairReport, StepShare, VerifyReport
+from dgcompile.verify.report import (
+    MAX_RELATIVE_ERROR,
+    TIE,
+    Difference,
+    EngineErrors,
+    PairReport,
+    StepShare,
+    VerifyReport,
+)
 
 if TYPE_CHECKING:
     from dgcompile.verify.reference import Reference, ReferenceCache, ReferenceStep
@@ -36,6 +45,7 @@ def verify(
     seeds: Sequence[int] = (0,),
     config: GenerationConfig | None = None,
     max_new_tokens: int | None = None,
+    batch_size: int = 1,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -52,6 +62,7 @@ def verify(
         seeds: seeds of the random numbers.
         config: how to generate; None for the bundle's defaults.
         max_new_tokens: replaces that of ``config``.
+        batch_size: pairs that the bundle generates together in its own runs; transformers takes one at a time.
         threads: threads of each engine call.
         progress: told how far the comparison got, in pairs.
 
@@ -61,6 +72,8 @@ def verify(
     """
     if not prompts or not seeds:
         raise RequestError(f"{len(prompts)} prompts and {len(seeds)} seeds were given", expected="at least one of each")
+    if batch_size < 1:
+        raise RequestError(f"the batch size is {batch_size}", expected="at least 1")
     progress = progress or Progress()
     pipeline = Pipeline.open(bundle, threads, progress=progress)
     source = Checkpoint.open(checkpoint)
@@ -71,12 +84,17 @@ def verify(
     if max_new_tokens is not None:
         config = config.replace(max_new_tokens=max_new_tokens)
     comparison = _Comparison(pipeline, Reference(source.path), config)
-    pairs = []
-    with progress.task("compare with transformers", len(prompts) * len(seeds), "pairs") as advance:
-        for index, prompt in enumerate(prompts):
-            token_ids, difference = comparison.encode(prompt)
-            for seed in seeds:
-                pairs.append(comparison.compare(index, token_ids, seed, difference))
+    todo = [
+        _Pair(index, seed, token_ids, difference)
+        for index, prompt in enumerate(prompts)
+        for token_ids, difference in [comparison.encode(prompt)]
+        for seed in seeds
+    ]
+    pairs: list[PairReport] = []
+    with progress.task("compare with transformers", len(todo), "pairs") as advance:
+        for start in range(0, len(todo), batch_size):
+            for report in comparison.compare(todo[start : start + batch_size]):
+                pairs.append(report)
                 advance()
     return VerifyReport(
         bundle=str(bundle),
@@ -120,6 +138,20 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     return prompts
 
 
+@dataclass(frozen=True)
+class _Pair:
+    """A prompt (its index and token ids, and what was wrong with them already) and a seed."""
+
+    prompt: int
+    seed: int
+    token_ids: list[int]
+    difference: Difference | None
+
+
+_Events = dict[tuple[int, int], Outcome]
+"""What the bundle's own run did in each (canvas, step)."""
+
+
 class _Comparison:
     """Both sides, loaded, and the sums over all pairs."""
 
@@ -149,40 +181,45 @@ class _Comparison:
             found=found[position] if position < len(found) else None,
         )
 
-    def compare(self, index: int, prompt: list[int], seed: int, difference: Difference | None) -> PairReport:
-        """Runs one pair on both sides."""
+    def compare(self, pairs: list[_Pair]) -> Iterator[PairReport]:
+        """Runs pairs on both sides: on the bundle together, on transformers one after the other."""
         session, config = self.pipeline.session, self.config
-        events: dict[tuple[int, int], StepEvent] = {}
+        events: list[_Events] = [{} for _ in pairs]
 
         def remember(event: StepEvent) -> None:
-            events[event.canvas, event.step] = event
+            for place, row in enumerate(event.rows):
+                outcome = Outcome(event.argmax_ids[place], event.next_canvas_ids[place], event.accepted[place])
+                events[row][event.canvas, event.step] = outcome
 
-        result = generate(session, [prompt], config, [seed], remember)[0]
-        watcher = _PairWatcher(self, len(prompt), events, difference)
-        tokens = self.reference.generate(prompt, config, seed, watcher)
-        watcher.finish(tokens, result)
-        return PairReport(
-            prompt=index,
-            seed=seed,
-            tokens=len(tokens),
-            exact=tokens == result.token_ids,
-            reference_steps=tuple(watcher.steps),
-            bundle_steps=tuple(result.steps_per_canvas),
-            first_difference=watcher.first_difference,
-            step_differences=tuple(watcher.step_differences),
-        )
+        prompts, seeds = [pair.token_ids for pair in pairs], [pair.seed for pair in pairs]
+        results = generate(session, prompts, config, seeds, remember)
+        for pair, own, result in zip(pairs, events, results, strict=True):
+            watcher = _PairWatcher(self, len(pair.token_ids), own, pair.difference)
+            tokens = self.reference.generate(pair.token_ids, config, pair.seed, watcher)
+            watcher.finish(tokens, result)
+            yield PairReport(
+                prompt=pair.prompt,
+                seed=pair.seed,
+                tokens=len(tokens),
+                exact=tokens == result.token_ids,
+                reference_steps=tuple(watcher.steps),
+                bundle_steps=tuple(result.steps_per_canvas),
+                first_difference=watcher.first_difference,
+                step_differences=tuple(watcher.step_differences),
+            )
 
     def called(self, counter: str, router_margin: float, **errors: float) -> None:
-        """Counts one engine call and takes in its errors, or leaves it out near a router tie."""
-        if router_margin <= TIE:
-            counter, errors = "left_out", {}
+        """Counts one engine call and takes in the errors of its outputs."""
         self.errors = self.errors.model_copy(update={counter: getattr(self.errors, counter) + 1})
-        self.measured(**errors)
+        self.measured(router_margin, **errors)
 
-    def measured(self, **errors: float) -> None:
-        """Takes in errors of an engine call."""
-        largest = {name: max(error, getattr(self.errors, name)) for name, error in errors.items()}
-        self.errors = self.errors.model_copy(update=largest)
+    def measured(self, router_margin: float, **errors: float) -> None:
+        """Takes in errors, or only counts them where they are large but a router tie explains them."""
+        if router_margin <= TIE and max(errors.values()) > MAX_RELATIVE_ERROR:
+            update: dict[str, float] = {"left_out": self.errors.left_out + 1}
+        else:
+            update = {name: max(error, getattr(self.errors, name)) for name, error in errors.items()}
+        self.errors = self.errors.model_copy(update=update)
 
     def step_shares(self) -> tuple[StepShare, ...]:
         """Agreement by step."""
@@ -206,7 +243,7 @@ class _PairWatcher:
         self,
         comparison: _Comparison,
         prompt_length: int,
-        events: dict[tuple[int, int], StepEvent],
+        events: _Events,
         first_difference: Difference | None,
     ) -> None:
         self.comparison = comparison
@@ -255,9 +292,9 @@ class _PairWatcher:
         self.steps[-1] += 1
         self.run_margin = min(self.run_margin, step.router_margin)
         self._replay(step)
-        event = self.events.get((step.canvas, step.step))
-        if event is not None:
-            self._compare_run(step, event)
+        outcome = self.events.get((step.canvas, step.step))
+        if outcome is not None:
+            self._compare_run(step, outcome)
         elif self.first_difference is None and step.step > 1:
             self._stopped_apart(step.step, step.step - 1)
         self.last_step = step
@@ -279,8 +316,8 @@ class _PairWatcher:
         if self.replayed is not None:
             # What the step before wrote is what this step reads.
             found, earlier_margin = self.replayed
-            if earlier_margin > TIE:
-                self.comparison.measured(self_conditioning=relative_error(found, step.self_conditioning))
+            error = relative_error(found, step.self_conditioning)
+            self.comparison.measured(earlier_margin, self_conditioning=error)
         batch.start_canvas(step.canvas_ids[None])
         batch.self_conditioning[0] = step.self_conditioning
         batch.temperature.fill(config.temperature(config.max_denoising_steps - step.step + 1))
@@ -294,8 +331,7 @@ class _PairWatcher:
         self.comparison.called("denoiser_calls", margin, entropy=entropy)
         self.replayed = batch.self_conditioning[0].copy(), margin
 
-    def _compare_run(self, step: ReferenceStep, event: StepEvent) -> None:
-        outcome = Outcome(event.argmax_ids[0], event.next_canvas_ids[0], event.accepted[0])
+    def _compare_run(self, step: ReferenceStep, outcome: Outcome) -> None:
         self.comparison.canvases[step.step] += 1
         self.comparison.identical[step.step] += int(np.array_equal(step.next_canvas_ids, outcome.next_canvas_ids))
         if self.first_difference is None:
