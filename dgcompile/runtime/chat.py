@@ -152,6 +152,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             args = (__self.counted(args[0]), *args[1:])
         return super().call(__context, __obj, *args, **kwargs)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        # jinja2 itself complains only when the result is used, and prints it as nothing.
+        raise jinja2.exceptions.SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}")
+
     def _spend(self) -> None:
         self._budget.left -= 1
         if self._budget.left < 0:

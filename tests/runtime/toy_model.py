@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ class _Builder:
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[onnx.TensorProto] = field(default_factory=list)
 
-    def __call__(self, op: str, *inputs: str | int | float | list[int], output: str = "", **attributes: object) -> str:
+    def __call__(self, op: str, *inputs: str | int | float | list[int], output: str = "", **attributes: Any) -> str:
         names = [value if isinstance(value, str) else self.constant(value) for value in inputs]
         output = output or f"v{len(self.nodes)}"
         self.nodes.append(helper.make_node(op, names, [output], **attributes))
@@ -194,7 +195,7 @@ def _digest(tokens: list[int]) -> int:
     ids = [token + 1 for token in tokens]
     window_sums = [sum(ids[max(0, end - WINDOW) : end]) for end in range(1, len(ids) + 1)]
     weighted = [value * (position + 1) for position, value in enumerate(ids)]
-    totals = np.cumsum(weighted).tolist()
+    totals = [sum(weighted[: end + 1]) for end in range(len(ids))]
     near = slice(max(0, len(ids) - WINDOW + 1), None)
     return sum(ids[near]) + sum(window_sums[near]) + sum(weighted) + sum(totals)
 
