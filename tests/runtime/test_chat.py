@@ -61,7 +61,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_renders_like_transformers(template: str, add_generation_prompt: bool) -> None:
     clean = [{key: value for key, value in message.items() if value is not None} for message in MESSAGES]
-    rendered: list[str] = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[clean],
         chat_template=template,
         add_generation_prompt=add_generation_prompt,
