@@ -6,6 +6,7 @@ generates depends on its prompt, its seed and the options alone, never on the ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -175,20 +176,20 @@ def _denoise_canvas(
             batch.uniform[place], batch.noise_ids[place] = rows[place].random.step(canvas, step)
         # A converged row between running ones is computed along, which costs no copy; its results are ignored.
         session.denoise(batch, running[0], running[-1])
+        same = (batch.argmax_ids[: len(rows)] == argmax_ids).all(axis=1).tolist()
+        mean_entropy = batch.entropy[: len(rows)].mean(axis=1).tolist()
         converged = []
         for place in running:
-            rows[place].steps_per_canvas[-1] += 1
-            newest = batch.argmax_ids[place]
-            repeats[place] = repeats[place] + 1 if np.array_equal(newest, argmax_ids[place]) else 0
-            argmax_ids[place] = newest
-            mean_entropy = float(batch.entropy[place].mean())
-            if not np.isfinite(mean_entropy):
+            if not math.isfinite(mean_entropy[place]):
                 raise EngineError(
-                    f"the denoiser's entropy is {mean_entropy} in step {step} of canvas {canvas}",
+                    f"the denoiser's entropy is {mean_entropy[place]} in step {step} of canvas {canvas}",
                     expected="finite numbers",
                     fix="check the weights with `dgcompile verify`",
                 )
-            if _has_converged(repeats[place], mean_entropy, config):
+            rows[place].steps_per_canvas[-1] += 1
+            repeats[place] = repeats[place] + 1 if same[place] else 0
+            argmax_ids[place] = batch.argmax_ids[place]
+            if _has_converged(repeats[place], mean_entropy[place], config):
                 converged.append(place)
         if on_step is not None:
             on_step(_step_event(batch, rows, running, converged, canvas, step))
