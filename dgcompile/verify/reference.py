@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,16 +136,20 @@ class Reference:
         Raises:
             CheckpointError: transformers cannot load the tokenizer.
         """
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.checkpoint}: transformers cannot load its tokenizer: {error}") from error
+        tokenizer = self._tokenizer
         if not chat:
             return list(tokenizer(text)["input_ids"])
         rendered = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
         )
         return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(self.checkpoint, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.checkpoint}: transformers cannot load its tokenizer: {error}") from error
 
     def generate(self, prompt: Sequence[int], config: GenerationConfig, seed: int, watcher: Watcher) -> list[int]:
         """Runs ``generate()`` on one prompt.
