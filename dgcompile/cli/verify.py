@@ -1,0 +1,161 @@
+"""``dgcompile verify``: does a bundle say what transformers says?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dgcompile.cli.command import FOLDER, Command, json_option
+from dgcompile.cli.text import print_json
+from dgcompile.errors import RequestError
+
+if TYPE_CHECKING:
+    from dgcompile.verify import Difference, VerifyReport
+
+SHOWN_DIFFERENCES = 20
+
+
+@click.command(
+    "verify",
+    cls=Command,
+    examples=[
+        ("verify BUNDLE --against CHECKPOINT", "200 pairs of the checkpoint's own prompts.jsonl"),
+        ("verify BUNDLE --against CHECKPOINT --prompts my.jsonl --pairs 20", 'Own prompts: {"prompt": "..."} a line'),
+        ("verify BUNDLE --against CHECKPOINT --json | jq .failures", "For a script"),
+    ],
+)
+@click.argument("bundle", type=FOLDER)
+@click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="Checkpoint folder or hub id.")
+@click.option(
+    "--prompts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help='File with one {"prompt": "..."} a line.  [default: CHECKPOINT/prompts.jsonl]',
+)
+@click.option("--pairs", type=click.IntRange(1), default=200, show_default=True, help="Prompts times seeds to compare.")
+@click.option("--max-new-tokens", type=int, help="Most tokens of each answer.")
+@click.option("--threads", type=int, help="Threads of the engine.  [default: its own choice]")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    bundle: Path,
+    checkpoint: str,
+    prompts: Path | None,
+    pairs: int,
+    max_new_tokens: int | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Compare BUNDLE with its checkpoint in transformers, token for token, on the same random numbers.
+
+    Exit code 0: every difference, if any, is a tie that rounding explains. 1: the bundle differs.
+    """
+    from dgcompile.cli.render import progress
+    from dgcompile.verify import read_prompts, verify
+
+    texts, seeds = _spread(read_prompts(_prompts_file(prompts, checkpoint)), pairs)
+    report = verify(
+        bundle,
+        checkpoint,
+        prompts=texts,
+        seeds=seeds,
+        max_new_tokens=max_new_tokens,
+        threads=threads,
+        progress=progress(),
+    )
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        _print(report)
+    if not report.ok:
+        ctx.exit(1)
+
+
+def _prompts_file(given: Path | None, checkpoint: str) -> Path:
+    """The file of prompts: the one named, or the one beside the checkpoint."""
+    file = given or Path(checkpoint) / "prompts.jsonl"
+    if given is None and not file.is_file():
+        raise RequestError(f"{checkpoint} has no prompts.jsonl", fix="name a file with --prompts")
+    return file
+
+
+def _spread(prompts: Sequence[str], pairs: int) -> tuple[list[str], range]:
+    """Prompts from all over the file and as many seeds as it takes to have at least ``pairs`` pairs."""
+    seeds = -(-pairs // len(prompts))
+    count = -(-pairs // seeds)
+    return [prompts[index * len(prompts) // count] for index in range(count)], range(seeds)
+
+
+def _print(report: VerifyReport) -> None:
+    from dgcompile.cli.render import console, print_facts, print_table
+
+    out = console()
+    errors = report.errors
+    print_facts(
+        {
+            "bundle": report.bundle,
+            "against": report.checkpoint + ("" if report.same_checkpoint else " (NOT what the bundle was built from)"),
+            "identical texts": f"{report.exact_pairs} of {len(report.pairs)} pairs, {report.canvases} canvases",
+            "ties": f"{report.ties} (margin at most {report.tie_bound:g}: rounding decides)",
+            "failures": f"{report.failures}",
+            "engine errors": f"keys {errors.keys:.1e}, values {errors.values:.1e}, self-conditioning "
+            f"{errors.self_conditioning:.1e} (relative), entropy {errors.entropy:.1e} nats; bound "
+            f"{report.error_bound:g}",
+            "engine calls": f"{errors.encoder_calls} encoder, {errors.denoiser_calls} denoiser, {errors.left_out} left "
+            "out near a router tie",
+        }
+    )
+    out.print()
+    print_table(
+        ("step", "canvases", "identical"),
+        [(f"{share.step}", f"{share.canvases}", f"{share.identical}") for share in report.step_shares],
+        right=frozenset({"step", "canvases", "identical"}),
+    )
+    differences = [(pair.prompt, pair.seed, difference) for pair in report.pairs for difference in pair.differences]
+    # What nothing explains comes first.
+    differences.sort(key=lambda item: item[2].tie)
+    if differences:
+        out.print()
+        print_table(
+            ("prompt", "seed", "what", "where", "expected", "found", "margin", "verdict"),
+            [
+                (
+                    f"{prompt}",
+                    f"{seed}",
+                    difference.kind,
+                    _place(difference),
+                    *_values(difference),
+                    _verdict(difference),
+                )
+                for prompt, seed, difference in differences[:SHOWN_DIFFERENCES]
+            ],
+        )
+        if len(differences) > SHOWN_DIFFERENCES:
+            out.print(f"and {len(differences) - SHOWN_DIFFERENCES} more: --json lists all")
+    out.print()
+    out.print("the bundle says what transformers says" if report.ok else "the bundle DIFFERS from transformers")
+
+
+def _place(difference: Difference) -> str:
+    """``canvas 1 step 3 position 17``, numbered as a person counts canvases."""
+    parts = []
+    if difference.canvas is not None:
+        parts.append(f"canvas {difference.canvas + 1}")
+    if difference.step is not None:
+        parts.append(f"step {difference.step}")
+    if difference.position is not None:
+        parts.append(f"position {difference.position}")
+    return " ".join(parts)
+
+
+def _values(difference: Difference) -> tuple[str, str, str]:
+    margin = "-" if difference.margin is None else f"{difference.margin:.1e}"
+    expected, found = ("-" if value is None else str(value) for value in (difference.expected, difference.found))
+    return expected, found, margin
+
+
+def _verdict(difference: Difference) -> str:
+    return "tie" if difference.tie else "FAILURE"
