@@ -262,6 +262,8 @@ def _sharded_tensors(folder: Path, index: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index}: weight_map is missing or malformed", expected="tensor names with file names")
     first_tensor: dict[str, str] = {}
     for name, shard in weight_map.items():
+        if not name.isprintable():
+            raise CheckpointError(f"{index} lists a tensor named {name!r}", expected="a printable name")
         if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard, re.ASCII):
             raise CheckpointError(
                 f"{index}: {name} is said to lie in {shard!r}",

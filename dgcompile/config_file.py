@@ -54,6 +54,16 @@ def parse_json(text: bytes, source: str, *, error: type[DgcompileError] = Checkp
     return value
 
 
+def require_file(path: Path, *, error: type[DgcompileError] = CheckpointError) -> None:
+    """Refuses what is no regular file (or a symlink to one): opening a pipe would wait for ever.
+
+    Raises:
+        DgcompileError: (``error``) missing, or something else than a file.
+    """
+    if not path.is_file():
+        raise error(f"{path} is {'not a regular file' if path.exists() else 'missing'}")
+
+
 def read_bytes(path: Path, *, error: type[DgcompileError] = CheckpointError) -> bytes:
     """Reads a small regular file.
 
@@ -61,9 +71,7 @@ def read_bytes(path: Path, *, error: type[DgcompileError] = CheckpointError) -> 
         DgcompileError: (``error``) missing, unreadable, not a regular file, or larger than :data:`MAX_FILE_BYTES`.
     """
     try:
-        # Opening a pipe or a device would wait for ever.
-        if not path.is_file():
-            raise error(f"{path} is {'not a regular file' if path.exists() else 'missing'}")
+        require_file(path, error=error)
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as problem:
@@ -107,7 +115,7 @@ def validation_error(
     error: type[DgcompileError],
     prefix: str = "",
 ) -> DgcompileError:
-    """Turns pydantic's first complaint into one of our errors.
+    """Turns pydantic's most telling complaint into one of our errors.
 
     Args:
         source: the file, or whatever the values came from.
@@ -116,7 +124,9 @@ def validation_error(
         error: class of the result.
         prefix: put before the key's name, such as ``"text_config."``.
     """
-    first = problem.errors(include_url=False)[0]
+    errors = problem.errors(include_url=False)
+    # A misspelt key is also a missing one; what was written helps more than what was not.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     # Keys are untrusted too: an escape sequence in one must not reach the terminal.
     parts = [part if isinstance(part, str) and part.isprintable() else repr(part) for part in first["loc"]]
     where = prefix + ".".join(parts)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dgcompile.config_file import parse_json
+from dgcompile.config_file import parse_json, require_file
 from dgcompile.errors import CheckpointError, DgcompileError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -86,6 +86,7 @@ def read_header(file: Path, *, error: type[DgcompileError] = CheckpointError) ->
             malformed, overlap, leave gaps or point outside the file. Names the file and the tensor, if there is one.
     """
     try:
+        require_file(file, error=error)
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
@@ -126,6 +127,9 @@ def _checked_entry(name: str, entry: Any, file: Path, data_start: int, error: ty
     def refuse(problem: str, expected: str) -> DgcompileError:
         return error(f"{name} in {file} {problem}", expected=expected)
 
+    if not name.isprintable():
+        # An escape sequence must not reach the terminal.
+        raise error(f"{file} has a tensor named {name!r}", expected="a printable name")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refuse("has a malformed header entry", "dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
