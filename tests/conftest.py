@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dgcompile.build import build
+from dgcompile.recipe import Recipe
+from dgcompile.target import Target
 from tests.models import random_checkpoint
 
 
@@ -13,3 +16,11 @@ from tests.models import random_checkpoint
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint in the published layout. Shared by all tests: do not write into it."""
     return random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cpu bundle of ``checkpoint``. Shared by all tests: do not write into it."""
+    folder = tmp_path_factory.mktemp("bundles") / "bundle"
+    build(checkpoint, Target.load("cpu"), Recipe.load("fp32"), folder)
+    return folder
