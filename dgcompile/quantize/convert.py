@@ -14,14 +14,15 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
+from dgcompile import __version__
 from dgcompile.checkpoint import READABLE_DTYPES, Checkpoint
 from dgcompile.content_hashes import FileIdentity, file_identities, remember
 from dgcompile.errors import CheckpointError, StageError
-from dgcompile.files import PARTIAL_SUFFIX, sync_folder
+from dgcompile.files import PARTIAL_SUFFIX, sync_folder, write_atomically
 from dgcompile.progress import Advance, Progress
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import DTYPE_BITS, StoredTensor
@@ -68,7 +69,7 @@ def convert_weights(
     head, layout = store_layout(checkpoint.spec, recipe)
     identities = file_identities(checkpoint.tensors.values())
     nbytes = len(head) + sum(tensor.nbytes for tensor in layout.values())
-    writer = _StoreWriter(folder, _conversion_key(checkpoint, head, identities))
+    writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, head, identities))
     try:
         with (progress or Progress()).task("weights", nbytes, "bytes") as advance:
             source_hashes = writer.open(head, layout, nbytes, advance)
@@ -90,13 +91,16 @@ def convert_weights(
     return ConvertedWeights(writer.sha256, nbytes)
 
 
-def _conversion_key(checkpoint: Checkpoint, head: bytes, identities: Mapping[Path, FileIdentity]) -> str:
+def _conversion_key(
+    checkpoint: Checkpoint, recipe: Recipe, head: bytes, identities: Mapping[Path, FileIdentity]
+) -> str:
     """Identifies a conversion, so that a partial file of another one is never continued."""
     files = {file: list(identity) for file, identity in identities.items()}
     sources = {
         name: [files[tensor.file], tensor.dtype, tensor.offset] for name, tensor in sorted(checkpoint.tensors.items())
     }
-    return hashlib.sha256(head + json.dumps(sources).encode()).hexdigest()
+    content = [__version__, recipe.model_dump(), sources]
+    return hashlib.sha256(head + json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _convert(name: str, source: StoredTensor, target: StoredTensor, writer: _StoreWriter, advance: Advance) -> str:
@@ -172,8 +176,16 @@ class _StoreWriter:
             self._rewrite_journal(done)
             return done
         self._journal_path.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
+        if shutil.disk_usage(self._path.parent).free < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._file = self._partial.open("w+b")
-        _reserve(self._file.fileno(), nbytes)
+        try:
+            _reserve(self._file.fileno(), nbytes)
+        except OSError:
+            # It may have taken all that was left.
+            self._partial.unlink()
+            raise
         self.append(head)
         advance(len(head))
         self._rewrite_journal({})
@@ -192,7 +204,7 @@ class _StoreWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         for name, digest in source_hashes.items():
-            self._journal.write(_line({"tensor": name, "source_sha256": digest}))
+            self._journal.write(_line(_journal_entry(name, digest)))
         self._journal.flush()
         os.fsync(self._journal.fileno())
         self.unflushed = 0
@@ -232,18 +244,24 @@ class _StoreWriter:
         left = end
         while left:
             chunk = self._file.read(min(left, 8 << 20))
+            if not chunk:
+                raise OSError(errno.EIO, f"{self._partial} became shorter")
             self._digest.update(chunk)
             advance(len(chunk))
             left -= len(chunk)
         self._file.seek(end)
 
     def _rewrite_journal(self, done: Mapping[str, str]) -> None:
-        self._journal = self._journal_path.open("wb")
-        self._journal.write(_line({"conversion": self._key}))
-        self.flush(done)
+        lines = [{"conversion": self._key}, *(_journal_entry(name, digest) for name, digest in done.items())]
+        write_atomically(self._journal_path, b"".join(map(_line, lines)))
+        self._journal = self._journal_path.open("ab")
 
 
-def _line(value: dict[str, Any]) -> bytes:
+def _journal_entry(name: str, source_sha256: str) -> dict[str, str]:
+    return {"tensor": name, "source_sha256": source_sha256}
+
+
+def _line(value: Mapping[str, str]) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
