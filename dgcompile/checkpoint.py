@@ -180,11 +180,14 @@ class Checkpoint:
 
 def _folder(source: str | Path) -> Path:
     """The folder that ``source`` means, fetched from the hub if need be."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file", expected="the folder of a checkpoint, or a hub id")
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(f"{path} is a file", expected="the folder of a checkpoint, or a hub id")
+    except (OSError, RuntimeError) as problem:
+        raise CheckpointError(f"{source} cannot be opened: {problem}") from problem
     if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
         raise CheckpointError(f"no such folder: {path}", expected="the folder of a checkpoint, or a hub id (org/name)")
     try:
@@ -214,7 +217,7 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
     ):
         file = folder / where
         if where != CONFIG_FILE and file.is_file():
-            found = read_json(file).get("quantization", {})
+            found = read_json(file).get("quantization") or {}
         if found is None:
             continue
         values = found if isinstance(found, Mapping) else {}
@@ -264,7 +267,7 @@ def _sharded_tensors(folder: Path, index: Path) -> dict[str, StoredTensor]:
     for name, shard in weight_map.items():
         if not name.isprintable():
             raise CheckpointError(f"{index} lists a tensor named {name!r}", expected="a printable name")
-        if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", shard, re.ASCII):
+        if not isinstance(shard, str) or not re.fullmatch(r"[\w-][\w.-]{0,199}\.safetensors", shard, re.ASCII):
             raise CheckpointError(
                 f"{index}: {name} is said to lie in {shard!r}",
                 expected="the plain name of a .safetensors file in the same folder",
@@ -335,13 +338,16 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
         return True
     if one.dtype != other.dtype:
         return False
-    with one.file.open("rb") as a, other.file.open("rb") as b:
-        a.seek(one.offset)
-        b.seek(other.offset)
-        left = one.nbytes
-        while left:
-            size = min(left, _COMPARED_BYTES)
-            if a.read(size) != b.read(size):
-                return False
-            left -= size
+    try:
+        with one.file.open("rb") as a, other.file.open("rb") as b:
+            a.seek(one.offset)
+            b.seek(other.offset)
+            left = one.nbytes
+            while left:
+                size = min(left, _COMPARED_BYTES)
+                if a.read(size) != b.read(size):
+                    return False
+                left -= size
+    except OSError as problem:
+        raise CheckpointError(f"{problem.filename or one.file} cannot be read: {problem.strerror}") from problem
     return True

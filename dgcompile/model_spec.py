@@ -7,6 +7,7 @@ the one that transformers 5.24 saves, which carries ``per_layer_config`` and lea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -254,7 +255,7 @@ def _layer_overrides(text: Mapping[str, Any], kinds: list[Any], source: str) -> 
     overrides: list[dict[str, Any]] = [{} for _ in kinds]
     for key, entry in given.items():
         # transformers pads the keys with zeros ("05"), so that they sort.
-        if not (str(key).isascii() and str(key).isdigit()) or int(key) >= len(kinds) or not isinstance(entry, Mapping):
+        if not re.fullmatch(r"[0-9]{1,9}", str(key)) or int(key) >= len(kinds) or not isinstance(entry, Mapping):
             raise CheckpointError(
                 f"{source}: text_config.per_layer_config has the entry {key!r}: {entry!r}",
                 expected=f"keys from 0 to {len(kinds) - 1} with an object each",

@@ -211,6 +211,7 @@ def test_an_index_that_does_not_match_its_shards(tmp_path: Path) -> None:
         "",
         7,
         None,
+        "a" * 5000 + ".safetensors",
     ],
 )
 def test_shard_names_with_more_than_a_name_in_them(tmp_path: Path, shard: Any) -> None:
@@ -235,6 +236,7 @@ def test_no_weights_no_config_no_folder(tmp_path: Path) -> None:
     assert refusal(tmp_path).startswith(f"{tmp_path} has no weights")
     assert refusal(tmp_path / "config.json").startswith(f"{tmp_path / 'config.json'} is a file")
     assert refusal("./nowhere/at/all").startswith("no such folder: nowhere/at/all")
+    assert refusal("a" * 5000).startswith("a" * 5000 + " cannot be opened")
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:

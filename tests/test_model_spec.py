@@ -174,6 +174,7 @@ def test_other_model_types_are_refused(other: str | None) -> None:
         ({"final_logit_softcapping": 0}, "text_config.final_logit_softcapping is 0"),
         ({"rms_norm_eps": float("nan")}, "text_config.rms_norm_eps is nan"),
         ({"per_layer_config": {"2": {}}}, "text_config.per_layer_config has the entry '2'"),
+        ({"per_layer_config": {"9" * 5000: {}}}, "text_config.per_layer_config has the entry '999"),
         ({"per_layer_config": {"-1": {}}}, "text_config.per_layer_config has the entry '-1'"),
         ({"per_layer_config": [{}]}, "text_config.per_layer_config is"),
         ({"per_layer_config": {"1": {"intermediate_size": 12}}}, r"per_layer_config.1.intermediate_size is 12"),
