@@ -18,8 +18,8 @@ from dgcompile.cli.text import format_bytes, format_seconds, print_json
         ("build examples/sudoku --target cpu -o bundles/sudoku", "A checkpoint folder, for the CPU"),
         ("build google/diffusiongemma-26B-A4B-it --target cpu -o bundles/dg", "A checkpoint of the Hugging Face hub"),
         (
-            "build CHECKPOINT --target cpu -o BUNDLE --overwrite --max-context 9000",
-            "Longer prompts, in place of an older bundle",
+            "build CHECKPOINT --target cpu -o BUNDLE --max-context 99 --overwrite",
+            "Shorter requests, in place of an older bundle",
         ),
     ],
 )

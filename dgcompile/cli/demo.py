@@ -87,7 +87,6 @@ def command(
         )
         return
     console().print(pictures(solved))
-    console().print()
     steps = sum(item.steps for item in solved)
     mean = steps / len(solved)
     click.echo(f"{right} of {len(solved)} right in {format_seconds(seconds)}, {mean:.1f} denoising steps per puzzle")

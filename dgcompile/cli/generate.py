@@ -20,7 +20,7 @@ from dgcompile.errors import RequestError
     examples=[
         ('generate BUNDLE "Why is the sky blue?"', "Answer a prompt"),
         ("generate BUNDLE - --watch < prompt.txt", "Read the prompt from stdin and watch the canvas being denoised"),
-        ("generate BUNDLE --seed 7 --max-new-tokens 600 --json PROMPT | jq .text", "For a script"),
+        ("generate BUNDLE --seed 7 --json PROMPT | jq .text", "For a script"),
     ],
 )
 @click.argument("bundle", type=FOLDER)

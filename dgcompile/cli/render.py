@@ -102,7 +102,7 @@ class BarProgress(Progress):
             yield advance
             seconds = time.monotonic() - started
             if seconds >= WORTH_A_LINE:
-                self._bars.console.print(f"{printable(label)}: done in {format_seconds(seconds)}")
+                self._bars.console.print(Text(f"{printable(label)}: done in {format_seconds(seconds)}"))
         finally:
             self._bars.remove_task(task)
             self._running -= 1
@@ -136,4 +136,4 @@ class PlainProgress(Progress):
             self._say(f"{label}: done in {format_seconds(seconds)}")
 
     def _say(self, line: str) -> None:
-        self._console.print(printable(line), soft_wrap=True)
+        self._console.print(Text(printable(line)), soft_wrap=True)

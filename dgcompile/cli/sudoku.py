@@ -97,7 +97,7 @@ def _picture(solved: Solved) -> Text:
         cells = printable(got[row]).ljust(SIZE, "?")[:SIZE]
         wrong = [cell != expected for cell, expected in zip(cells, answer[row], strict=True)]
         lines.append(Text.assemble(_row(puzzle[row], [False] * SIZE), _GAP, _row(cells, wrong)))
-    return Text("\n").join(lines)
+    return Text("\n").join([*lines, Text()])
 
 
 def _row(cells: str, wrong: list[bool]) -> Text:

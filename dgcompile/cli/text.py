@@ -35,7 +35,9 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``seconds`` as a person says it: ``0.4 s``, ``12 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """``seconds`` as a person says it: ``0.04 s``, ``1.2 s``, ``12 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if seconds < 0.995:
+        return f"{seconds:.2f} s"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -23,7 +23,7 @@ SHOWN_DIFFERENCES = 20
     cls=Command,
     examples=[
         ("verify BUNDLE --against CHECKPOINT", "200 pairs of the checkpoint's own prompts.jsonl"),
-        ("verify BUNDLE --against CHECKPOINT --prompts my.jsonl --pairs 20", 'Own prompts: {"prompt": "..."} a line'),
+        ("verify BUNDLE --against CHECKPOINT --prompts my.jsonl --pairs 9", 'Own prompts: {"prompt": "..."} a line'),
         ("verify BUNDLE --against CHECKPOINT --json | jq .failures", "For a script"),
     ],
 )

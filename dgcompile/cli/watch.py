@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from dgcompile.runtime.loop import StepEvent
     from dgcompile.runtime.pipeline import Pipeline
 
-ACCEPTED, NOISE, COMMITTED = "bold", "dim italic", "none"
+ACCEPTED, GUESS = "bold", "dim italic"
+"""Styles of the canvas: tokens that were kept, and the best guess where the canvas holds noise again."""
 
 
 @contextmanager
@@ -45,7 +46,8 @@ class _View:
 
     def __init__(self, pipeline: Pipeline, config: GenerationConfig, target: Console) -> None:
         self._pipeline = pipeline
-        self._config = config
+        self._steps = config.max_denoising_steps
+        self._eos = config.eos_token_ids
         self._console = target
         self._started = time.monotonic()
         self._committed: list[int] = []
@@ -60,7 +62,7 @@ class _View:
         speed = (len(self._committed) + accepted) / seconds
         done = ", converged" if event.converged[0] else ""
         return (
-            f"canvas {event.canvas + 1}, step {event.step} of {self._config.max_denoising_steps}: {accepted} of "
+            f"canvas {event.canvas + 1}, step {event.step} of {self._steps}: {accepted} of "
             f"{event.accepted.shape[1]} accepted, mean entropy {float(event.entropy[0].mean()):.3f}, "
             f"{speed:.0f} tokens/s, {format_seconds(seconds)}{done}"
         )
@@ -72,11 +74,9 @@ class _View:
     def draw(self, event: StepEvent) -> Group:
         """The end of the text so far, the canvas in two styles, and the status line; no taller than the terminal."""
         status = Text(self.status(event))
-        text = Text(printable(self._pipeline.decode(self._committed)), style=COMMITTED)
+        text = Text(printable(self._pipeline.decode(self._committed)))
         for accepted, ids in self._runs(event):
-            # Noise is random tokens: their line breaks would make the picture jump.
-            words = printable(self._pipeline.decode(ids, skip_special_tokens=accepted))
-            text.append(words if accepted else words.replace("\n", " "), ACCEPTED if accepted else NOISE)
+            text.append(printable(self._pipeline.decode(ids)), ACCEPTED if accepted else GUESS)
         width, height = self._console.size
         lines = text.wrap(self._console, width)
         return Group(*lines[-max(1, height - 3) :], status)
@@ -89,16 +89,13 @@ class _View:
         self._argmax = event.argmax_ids[0].tolist()
 
     def _runs(self, event: StepEvent) -> Iterator[tuple[bool, list[int]]]:
-        """Stretches of the canvas up to its first end of text: (accepted, token ids).
+        """Stretches of the canvas up to its first accepted end of text: (accepted, token ids).
 
-        Neighbours are decoded together, because a character may span several tokens.
+        The tokens are the most probable ones, which become the text. Neighbours are decoded together, because a
+        character may span several tokens.
         """
-        final = bool(event.converged[0])
-        ids = self._argmax if final else event.next_canvas_ids[0].tolist()
-        marks = [True] * len(ids) if final else event.accepted[0].tolist()
-        for place, (token, accepted) in enumerate(zip(ids, marks, strict=True)):
-            if accepted and token in self._config.eos_token_ids:
-                ids, marks = ids[:place], marks[:place]
-                break
-        for accepted, run in groupby(zip(ids, marks, strict=True), key=lambda pair: pair[1]):
-            yield bool(accepted), [token for token, _ in run]
+        accepted_ones = event.accepted[0] | event.converged[0]
+        tokens = list(zip(self._argmax, accepted_ones.tolist(), strict=True))
+        end = next((place for place, (token, kept) in enumerate(tokens) if kept and token in self._eos), len(tokens))
+        for accepted, run in groupby(tokens[:end], key=lambda pair: pair[1]):
+            yield accepted, [token for token, _ in run]
