@@ -38,6 +38,7 @@ class StepEvent:
         accepted: bool [R, L], positions whose sampled token was kept; the others were renoised.
         entropy: float32 [R, L], in nats.
         converged: bool [R], rows for which this was the last step of the canvas (unless the steps ran out).
+        places: where in the session's batch the R rows lie.
     """
 
     canvas: int
@@ -48,6 +49,7 @@ class StepEvent:
     accepted: npt.NDArray[np.bool_]
     entropy: npt.NDArray[np.float32]
     converged: npt.NDArray[np.bool_]
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def _step_event(
         accepted=batch.accepted[running],
         entropy=batch.entropy[running],
         converged=np.isin(running, converged),
+        places=tuple(running),
     )
 
 
