@@ -221,9 +221,9 @@ def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
         if found is None:
             continue
         values = found if isinstance(found, Mapping) else {}
-        scheme = values.get("quant_method") or values.get("quant_algo") or "of an unnamed scheme"
+        scheme = values.get("quant_method") or values.get("quant_algo") or "unnamed scheme"
         raise CheckpointError(
-            f"{file}: the checkpoint is quantized ({scheme}); quantized checkpoints are not read yet",
+            f"{file}: the checkpoint is quantized ({scheme!r}); quantized checkpoints are not read yet",
             expected="the original checkpoint in bfloat16, float16 or float32",
         )
 

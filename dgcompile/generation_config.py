@@ -179,7 +179,7 @@ def _entropy_bound(sampler: Any, source: str, error: type[DgcompileError]) -> An
         raise error(f"{source}: sampler_config._cls_name is {name!r}", expected=SAMPLER)
     unknown = sorted(set(sampler) - {"_cls_name", "entropy_bound"})
     if unknown:
-        raise error(f"{source}: unknown key 'sampler_config.{unknown[0]}'", expected="entropy_bound")
+        raise error(f"{source}: unknown key {'sampler_config.' + unknown[0]!r}", expected="entropy_bound")
     if sampler.get("entropy_bound") is None:
         raise error(f"{source}: sampler_config.entropy_bound is missing")
     return sampler["entropy_bound"]

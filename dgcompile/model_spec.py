@@ -265,7 +265,7 @@ def _layer_overrides(text: Mapping[str, Any], kinds: list[Any], source: str) -> 
                 overrides[int(key)][name] = value
             elif value != text.get(name):
                 raise CheckpointError(
-                    f"{source}: text_config.per_layer_config.{key}.{name} is {value!r}",
+                    f"{source}: text_config.per_layer_config.{key} has {name!r}: {value!r}",
                     expected=f"only {' and '.join(_PER_LAYER_KEYS)} to differ between layers",
                 )
     return overrides

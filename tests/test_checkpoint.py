@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -263,7 +263,7 @@ def test_a_config_of_another_model_type(tmp_path: Path) -> None:
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "no-such-scheme"}, "no-such-scheme"),
         ({"quant_algo": "NVFP4"}, "NVFP4"),
-        ({}, "of an unnamed scheme"),
+        ({}, "unnamed scheme"),
     ],
 )
 @pytest.mark.parametrize("where", ["top", "text_config", "hf_quant_config.json"])
@@ -277,7 +277,7 @@ def test_quantized_checkpoints(tmp_path: Path, quantization: dict[str, Any], sch
         (tmp_path / where).write_text(json.dumps({"quantization": quantization}))
     write_checkpoint(tmp_path, config=config)
     file = where if where.endswith(".json") else "config.json"
-    assert refusal(tmp_path).startswith(f"{tmp_path / file}: the checkpoint is quantized ({scheme})")
+    assert refusal(tmp_path).startswith(f"{tmp_path / file}: the checkpoint is quantized ({scheme!r})")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}"])
@@ -504,3 +504,34 @@ def test_a_damaged_or_unwritable_cache_costs_only_time(
     (tmp_path / "blocked").write_text("a file where the cache folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
     assert fingerprint(folder) == first
+
+
+# anything at all ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(
+    file=st.sampled_from(["config.json", "generation_config.json", "model.safetensors.index.json", "1", "2"]),
+    place=st.floats(0, 1, exclude_max=True),
+    length=st.integers(0, 12),
+    new=st.one_of(
+        st.binary(max_size=12),
+        st.sampled_from([b"null", b"-1", b"1e999", b"NaN", b"{}", b"[]", b'"', b"9" * 5000, b"[" * 3000, b"\\ud800"]),
+    ),
+)
+def test_damaged_files_open_or_are_refused_but_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, file: str, place: float, length: int, new: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    write_checkpoint(folder, shards=split(list(tiny_tensors()), 2))
+    (folder / "generation_config.json").write_text(json.dumps(GenerationConfig(eos_token_ids=(1,)).to_values()))
+    target = folder / (f"model-0000{file}-of-00002.safetensors" if file in "12" else file)
+    data = target.read_bytes()
+    # Of a shard, only the header: its tensors may be anything.
+    end = 8 + int.from_bytes(data[:8], "little") if file in "12" else len(data)
+    start = int(place * end)
+    target.write_bytes(data[:start] + new + data[start + length :])
+    try:
+        Checkpoint.open(folder)
+    except CheckpointError as error:
+        assert str(error).isprintable()

@@ -177,8 +177,8 @@ def test_other_model_types_are_refused(other: str | None) -> None:
         ({"per_layer_config": {"9" * 5000: {}}}, "text_config.per_layer_config has the entry '999"),
         ({"per_layer_config": {"-1": {}}}, "text_config.per_layer_config has the entry '-1'"),
         ({"per_layer_config": [{}]}, "text_config.per_layer_config is"),
-        ({"per_layer_config": {"1": {"intermediate_size": 12}}}, r"per_layer_config.1.intermediate_size is 12"),
-        ({"per_layer_config": {"0": {"skip": ["mlp"]}}}, r"per_layer_config.0.skip"),
+        ({"per_layer_config": {"1": {"intermediate_size": 12}}}, r"per_layer_config.1 has 'intermediate_size': 12"),
+        ({"per_layer_config": {"0": {"skip": ["mlp"]}}}, r"per_layer_config.0 has 'skip'"),
     ],
 )
 def test_bad_text_configs_are_refused_by_key(text: dict[str, Any], message: str) -> None:
