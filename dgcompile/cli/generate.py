@@ -100,11 +100,10 @@ def _read_prompt(prompt: str | None) -> str:
     """The prompt's text, from the argument or from stdin."""
     if prompt is None and sys.stdin.isatty():
         raise click.UsageError("Missing argument 'PROMPT': give a text, or - to read it from stdin.")
-    if prompt is not None and prompt != "-":
-        return prompt
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"the prompt on stdin is not text: {error}", expected=f"{sys.stdin.encoding} text"
-        ) from error
+        if prompt is None or prompt == "-":
+            return click.get_binary_stream("stdin").read().decode()
+        prompt.encode()  # an argument that was no UTF-8 carries surrogates
+        return prompt
+    except UnicodeError as error:
+        raise RequestError(f"the prompt is not UTF-8 text: {error}") from error
