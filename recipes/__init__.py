@@ -1,0 +1,1 @@
+"""The recipes that come with dgcompile: a YAML file each, see ``dgcompile.recipe``."""

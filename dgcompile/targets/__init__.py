@@ -1,0 +1,1 @@
+"""The targets that come with dgcompile: a YAML file of facts each, see ``dgcompile.target``."""
