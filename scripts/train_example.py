@@ -1,6 +1,7 @@
 """Train the 6x6 sudoku example checkpoint from nothing: puzzles, tokenizer, chat template, weights and prompt files.
 
-Takes about a quarter of an hour on one CPU core; a second core hardly helps so small a model. The files go to OUTPUT in the layout of the published checkpoint.
+Takes about ten minutes on one CPU core; a second core hardly helps so small a model. The files go to OUTPUT in
+the layout of the published checkpoint.
 """
 
 import os

@@ -18,9 +18,13 @@ from example.network import KeysValues, TrainingNetwork
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the trained weights (with the machine's arithmetic)."""
+    """What decides the trained weights (with the machine's arithmetic).
 
-    steps: int = 1200
+    More steps make a better model and a worse example: one denoising step would then solve most puzzles by itself, and
+    nobody could see the denoising loop at work.
+    """
+
+    steps: int = 800
     seed: int = 0
     puzzles: int = 32  # prompts a step
     copies: int = 2  # noised canvases for each prompt
