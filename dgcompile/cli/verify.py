@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Compare BUNDLE with its checkpoint in transformers, token for token, on the same random numbers.
 
-    Exit code 0: every difference, if any, is a tie that rounding explains. 1: the bundle differs.
+    Exit code 0: every difference, if any, is explained by rounding. 1: the bundle differs.
     """
     from dgcompile.cli.render import progress
     from dgcompile.verify import read_prompts, verify
@@ -100,12 +100,13 @@ def _print(report: VerifyReport) -> None:
             "against": report.checkpoint + ("" if report.same_checkpoint else " (NOT what the bundle was built from)"),
             "identical texts": f"{report.exact_pairs} of {len(report.pairs)} pairs, {report.canvases} canvases",
             "ties": f"{report.ties} (margin at most {report.tie_bound:g}: rounding decides)",
+            "drifts": f"{report.drifts} (the model amplified rounding; every single step agrees)",
             "failures": f"{report.failures}",
             "engine errors": f"keys {errors.keys:.1e}, values {errors.values:.1e}, self-conditioning "
             f"{errors.self_conditioning:.1e} (relative), entropy {errors.entropy:.1e} nats; bound "
             f"{report.error_bound:g}",
-            "engine calls": f"{errors.encoder_calls} encoder, {errors.denoiser_calls} denoiser, {errors.left_out} left "
-            "out near a router tie",
+            "engine calls": f"{errors.encoder_calls} encoder, {errors.denoiser_calls} denoiser; "
+            f"{errors.left_out} errors left out near a router tie",
         }
     )
     out.print()
@@ -116,7 +117,7 @@ def _print(report: VerifyReport) -> None:
     )
     differences = [(pair.prompt, pair.seed, difference) for pair in report.pairs for difference in pair.differences]
     # What nothing explains comes first.
-    differences.sort(key=lambda item: item[2].tie)
+    differences.sort(key=lambda item: item[2].reason is not None)
     if differences:
         out.print()
         print_table(
@@ -158,4 +159,4 @@ def _values(difference: Difference) -> tuple[str, str, str]:
 
 
 def _verdict(difference: Difference) -> str:
-    return "tie" if difference.tie else "FAILURE"
+    return difference.reason or "FAILURE"

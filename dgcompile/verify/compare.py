@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from dgcompile.verify.report import TIE, Difference, Kind
+from dgcompile.generation_config import GenerationConfig
+from dgcompile.verify.report import TIE, Difference, Kind, Reason
 
 if TYPE_CHECKING:
     from dgcompile.verify.reference import ReferenceStep
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the bundle made of one denoising step: int32 [L], int32 [L], bool [L]."""
+    """What the bundle made of one denoising step: int32 [L], int32 [L], bool [L] and [L, H]."""
 
     argmax_ids: npt.NDArray[np.int32]
     next_canvas_ids: npt.NDArray[np.int32]
     accepted: npt.NDArray[np.bool_]
+    next_self_conditioning: npt.NDArray[np.generic]
 
 
 def draw(probabilities: npt.NDArray[np.float32], uniform: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
@@ -41,6 +43,13 @@ def draw(probabilities: npt.NDArray[np.float32], uniform: npt.NDArray[np.float32
     target = uniform.astype(np.float64)[:, None] * cumulative[:, -1:]
     beyond: npt.NDArray[np.int64] = (cumulative <= target).sum(axis=-1)
     return beyond
+
+
+def cut(tokens: list[int], config: GenerationConfig) -> list[int]:
+    """Cuts whole canvases at ``max_new_tokens`` and after the first EOS."""
+    kept = tokens[: config.max_new_tokens]
+    ends = [index for index, token in enumerate(kept) if token in config.eos_token_ids]
+    return kept[: ends[0] + 1] if ends else kept
 
 
 def compare_step(step: ReferenceStep, found: Outcome, entropy_bound: float, router_margin: float) -> Difference | None:
@@ -94,7 +103,7 @@ def compare_step(step: ReferenceStep, found: Outcome, entropy_bound: float, rout
         found=actual,
         margin=margin,
         router_margin=None if math.isinf(router_margin) else router_margin,
-        tie=size <= TIE or router_margin <= TIE,
+        reason=reason_of(size, router_margin),
     )
 
 
@@ -119,8 +128,15 @@ def compare_stop(
         found=int(steps[1] == min(steps)),
         margin=margin,
         router_margin=None if math.isinf(router_margin) else router_margin,
-        tie=margin <= TIE or router_margin <= TIE,
+        reason=reason_of(margin, router_margin),
     )
+
+
+def reason_of(margin: float, router_margin: float) -> Reason | None:
+    """Why a difference with these margins is none that counts; None when it counts."""
+    if margin <= TIE:
+        return "margin"
+    return "router" if router_margin <= TIE else None
 
 
 def argmax_margin(step: ReferenceStep, found: Outcome, position: int) -> float:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from dgcompile.errors import CheckpointError, RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.random_numbers import RowRandom
-from dgcompile.verify.compare import draw
+from dgcompile.verify.compare import cut, draw
 
 # Hardly annotated, so nothing can be checked against it.
 generation_module: Any = generation_diffusion_gemma
@@ -62,7 +62,8 @@ class ReferenceStep:
         canvas: number of the canvas, from 0.
         step: number of the step, from 1.
         canvas_ids: int32 [L], the canvas that the step read.
-        self_conditioning: float32 [L, H], the soft embeddings that it read; zeros on the first step.
+        self_conditioning: float32 [L, H], the soft embeddings that the step before came to; zeros on the first step.
+            They are what the step read, unless it was guided.
         logits: float32 [L, V], after softcap and temperature.
         probabilities: float32 [L, V], what the tokens were drawn from.
         uniform: float32 [L], the random numbers of that draw.
@@ -96,6 +97,16 @@ class Watcher(Protocol):
 
     def stepped(self, step: ReferenceStep) -> None:
         """A denoising step is done."""
+
+
+class Guide(Protocol):
+    """Another run that transformers is led along: each of its steps starts from that run's state, not from its own."""
+
+    def committed(self, canvas: int) -> Ints | None:
+        """The final tokens of a canvas, int32 [L]; None where the other run has none."""
+
+    def state(self, canvas: int, step: int) -> tuple[Ints, Floats] | None:
+        """What a step (from 2) starts from: canvas int32 [L] and soft embeddings [L, H]; None as above."""
 
 
 class Reference:
@@ -151,7 +162,14 @@ class Reference:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.checkpoint}: transformers cannot load its tokenizer: {error}") from error
 
-    def generate(self, prompt: Sequence[int], config: GenerationConfig, seed: int, watcher: Watcher) -> list[int]:
+    def generate(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig,
+        seed: int,
+        watcher: Watcher,
+        guide: Guide | None = None,
+    ) -> list[int]:
         """Runs ``generate()`` on one prompt.
 
         Args:
@@ -159,6 +177,7 @@ class Reference:
             config: how to generate.
             seed: of the random numbers, those of the runtime's row with this seed.
             watcher: told what happens.
+            guide: a run to be led along; what ``generate()`` decides in each step then answers that run's state.
 
         Returns:
             The new tokens, cut after the first EOS and at ``max_new_tokens``.
@@ -168,18 +187,11 @@ class Reference:
         """
         input_ids = torch.tensor([list(prompt)])
         notes = _Notes(
-            RowRandom(seed, self.model.config.canvas_length, self.model.config.text_config.vocab_size), watcher
+            RowRandom(seed, self.model.config.canvas_length, self.model.config.text_config.vocab_size), watcher, guide
         )
         with _watched(self.model, notes):
             output = self.model.generate(input_ids, generation_config=_their_config(config), streamer=notes)
         return cut(output.sequences[0, input_ids.shape[1] :].tolist(), config)
-
-
-def cut(tokens: list[int], config: GenerationConfig) -> list[int]:
-    """Cuts whole canvases at ``max_new_tokens`` and after the first EOS."""
-    kept = tokens[: config.max_new_tokens]
-    ends = [index for index, token in enumerate(kept) if token in config.eos_token_ids]
-    return kept[: ends[0] + 1] if ends else kept
 
 
 def _their_config(config: GenerationConfig) -> Any:
@@ -209,6 +221,7 @@ class _Notes:
 
     random: RowRandom
     watcher: Watcher
+    guide: Guide | None = None
     canvas: int = -1
     step: int = 0
     encoder_margin: float = math.inf
@@ -240,11 +253,16 @@ class _Notes:
 
     # What hooks see.
 
-    def encoder_called(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def encoder_called(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self.encoder_margin = math.inf
+        if self.guide is not None and self.canvas >= 0:
+            committed = self.guide.committed(self.canvas)
+            if committed is not None:
+                kwargs = {**kwargs, "input_ids": torch.from_numpy(committed).long()[None]}
         self.seen["token_ids"] = _ints(kwargs["input_ids"])
+        return args, kwargs
 
-    def decoder_called(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def decoder_called(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.step == 0:
             layers = kwargs["cache"].layers
             self.watcher.canvas_started(
@@ -256,10 +274,22 @@ class _Notes:
                     router_margin=self.encoder_margin,
                 )
             )
+        state = self._guided_state()
+        if state is not None:
+            kwargs = {**kwargs, "decoder_input_ids": torch.from_numpy(state[0]).long()[None]}
         self.seen |= {"canvas_ids": _ints(kwargs["decoder_input_ids"]), "router_margin": math.inf}
+        return args, kwargs
 
-    def self_conditioning_called(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def self_conditioning_called(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Any:
         self.seen["self_conditioning"] = args[1][0].numpy()
+        state = self._guided_state()
+        return args if state is None else (args[0], torch.from_numpy(state[1]).to(args[1].dtype)[None])
+
+    def _guided_state(self) -> tuple[Ints, Floats] | None:
+        """What the guide says the coming step starts from. Every run starts its first step alike."""
+        if self.guide is None or self.step == 0:
+            return None
+        return self.guide.state(self.canvas, self.step + 1)
 
     def encoder_routed(self, module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
         self.encoder_margin = min(self.encoder_margin, _router_margin(output))

@@ -18,6 +18,7 @@ MAX_RELATIVE_ERROR = 1e-4
 """Largest relative error of an engine's output on equal inputs; reasons as for :data:`TIE`, summed over more terms."""
 
 Kind = Literal["prompt", "argmax", "sample", "acceptance", "noise", "stop", "tokens"]
+Reason = Literal["margin", "router", "drift"]
 
 
 class _Frozen(BaseModel):
@@ -44,7 +45,12 @@ class Difference(_Frozen):
             threshold, relative to it. None where nothing numeric decides.
         router_margin: smallest gap between the last expert chosen and the first one not chosen (in router logits) of
             any token that this step depends on.
-        tie: whether the margin, or the router's, is at most :data:`TIE`: both answers are then equally right.
+        drift: relative difference of the self-conditioning that the two runs had come to when they parted.
+        reason: why both answers are equally right; None for a failure. "margin": the margin is at most :data:`TIE`.
+            "router": the router's margin is. "drift" (whole runs only): rounding had grown from step to step through
+            the self-conditioning, as small changes do in some models. What proves it is a guided run: transformers,
+            started in every step from the bundle's own state, decides as the bundle did in each (ties aside) and comes
+            to the bundle's self-conditioning within :data:`MAX_RELATIVE_ERROR`.
     """
 
     kind: Kind
@@ -56,7 +62,8 @@ class Difference(_Frozen):
     found: int | None = None
     margin: float | None = None
     router_margin: float | None = None
-    tie: bool = False
+    drift: float | None = None
+    reason: Reason | None = None
 
 
 class PairReport(_Frozen):
@@ -166,17 +173,27 @@ class VerifyReport(_Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ties(self) -> int:
-        """Differences that float32 rounding explains."""
-        return sum(difference.tie for pair in self.pairs for difference in pair.differences)
+        """Differences in decisions so near that rounding decides."""
+        return sum(difference.reason in ("margin", "router") for difference in self._differences)
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def drifts(self) -> int:
+        """Runs that parted because the model amplified rounding, each step being right."""
+        return sum(difference.reason == "drift" for difference in self._differences)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def failures(self) -> int:
         """Differences that nothing explains."""
-        return sum(not difference.tie for pair in self.pairs for difference in pair.differences)
+        return sum(difference.reason is None for difference in self._differences)
+
+    @property
+    def _differences(self) -> list[Difference]:
+        return [difference for pair in self.pairs for difference in pair.differences]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        """Whether every difference is a tie and every engine output is within the error bound."""
+        """Whether every difference is explained and every engine output is within the error bound."""
         return bool(self.pairs) and self.failures == 0 and self.errors.largest <= self.error_bound

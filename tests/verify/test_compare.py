@@ -53,7 +53,12 @@ def step_of(**changes: Any) -> ReferenceStep:
 
 
 def outcome_of(step: ReferenceStep, **changes: npt.NDArray[Any]) -> Outcome:
-    values = {"argmax_ids": step.argmax_ids, "next_canvas_ids": step.next_canvas_ids, "accepted": step.accepted}
+    values: dict[str, npt.NDArray[Any]] = {
+        "argmax_ids": step.argmax_ids,
+        "next_canvas_ids": step.next_canvas_ids,
+        "accepted": step.accepted,
+        "next_self_conditioning": step.self_conditioning,
+    }
     return Outcome(**{**values, **changes})
 
 
@@ -115,7 +120,7 @@ def test_another_argmax_is_a_failure_unless_the_logits_are_nearly_equal() -> Non
     step = step_of()
     found = outcome_of(step, argmax_ids=changed(step.argmax_ids, 1, 3))
     difference = compare_step(step, found, 0.1, np.inf)
-    assert difference is not None and not difference.tie
+    assert difference is not None and difference.reason is None
     assert (difference.kind, difference.canvas, difference.step, difference.position) == ("argmax", 2, 5, 1)
     assert (difference.expected, difference.found) == (0, 3)
     assert difference.margin == pytest.approx(np.log(0.3 / 0.15) / abs(np.log(0.3)), rel=1e-5)
@@ -123,18 +128,18 @@ def test_another_argmax_is_a_failure_unless_the_logits_are_nearly_equal() -> Non
     logits = step.logits.copy()
     logits[1, 3] = logits[1, 0] - 3e-6
     near = compare_step(step_of(logits=logits), found, 0.1, np.inf)
-    assert near is not None and near.tie
+    assert near is not None and near.reason == "margin"
 
 
 def test_another_sample_is_a_failure_unless_the_draw_is_at_the_boundary() -> None:
     step = step_of()
     found = outcome_of(step, next_canvas_ids=changed(step.next_canvas_ids, 1, 1))
     difference = compare_step(step, found, 0.1, np.inf)
-    assert difference is not None and not difference.tie
+    assert difference is not None and difference.reason is None
     assert difference.kind == "sample" and difference.margin == pytest.approx(0.01, abs=1e-6)
 
     near = compare_step(step_of(uniform=np.array([0.5, 0.299999, 0.6, 0.1], np.float32)), found, 0.1, np.inf)
-    assert near is not None and near.tie
+    assert near is not None and near.reason == "margin"
 
 
 def test_another_acceptance_is_a_failure_unless_the_sum_is_at_the_bound() -> None:
@@ -143,19 +148,19 @@ def test_another_acceptance_is_a_failure_unless_the_sum_is_at_the_bound() -> Non
         step, accepted=changed(step.accepted, 2, False), next_canvas_ids=changed(step.next_canvas_ids, 2, 5)
     )
     difference = compare_step(step, found, 2.0, np.inf)
-    assert difference is not None and not difference.tie
+    assert difference is not None and difference.reason is None
     assert (difference.kind, difference.position, difference.expected, difference.found) == ("acceptance", 2, 1, 0)
     assert difference.margin == pytest.approx(0.1, abs=1e-6)  # sum before is 1.9; the next entropy is 0.1 away too
 
     near = compare_step(step, found, 1.900001, np.inf)
-    assert near is not None and near.tie
+    assert near is not None and near.reason == "margin"
 
 
 def test_other_noise_is_never_a_tie() -> None:
     step = step_of()
     found = outcome_of(step, next_canvas_ids=changed(step.next_canvas_ids, 3, 4))
     difference = compare_step(step, found, 0.1, np.inf)
-    assert difference is not None and not difference.tie
+    assert difference is not None and difference.reason is None
     assert difference.kind == "noise" and difference.margin is None
 
 
@@ -165,24 +170,24 @@ def test_one_unexplained_position_outweighs_explained_ones() -> None:
     step = step_of(logits=logits)
     found = outcome_of(step, argmax_ids=np.array([0, 3, 3, 0], np.int32))
     difference = compare_step(step, found, 0.1, np.inf)
-    assert difference is not None and not difference.tie
+    assert difference is not None and difference.reason is None
     assert (difference.position, difference.positions) == (2, 2)
 
 
 def test_a_router_tie_explains_a_difference_and_a_router_gap_does_not() -> None:
     step = step_of()
     found = outcome_of(step, argmax_ids=changed(step.argmax_ids, 1, 3))
-    for gap, tie in ((1e-6, True), (1e-3, False)):
+    for gap, reason in ((1e-6, "router"), (1e-3, None)):
         difference = compare_step(step, found, 0.1, gap)
-        assert difference is not None and difference.tie == tie and difference.router_margin == gap
+        assert difference is not None and difference.reason == reason and difference.router_margin == gap
 
 
 def test_stopping_apart_is_a_failure_unless_the_entropy_is_at_the_threshold() -> None:
     entropy = np.full(4, 0.004, np.float32)
     apart = compare_stop(1, (6, 7), entropy, 0.005, np.inf)
     assert (apart.kind, apart.canvas, apart.step, apart.expected, apart.found) == ("stop", 1, 6, 1, 0)
-    assert not apart.tie and apart.margin == pytest.approx(0.2, rel=1e-5)
-    assert compare_stop(1, (6, 7), entropy, 0.00400001, np.inf).tie
+    assert apart.reason is None and apart.margin == pytest.approx(0.2, rel=1e-5)
+    assert compare_stop(1, (6, 7), entropy, 0.00400001, np.inf).reason == "margin"
 
 
 def test_relative_error() -> None:

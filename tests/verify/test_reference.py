@@ -13,8 +13,8 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as ge
 from dgcompile.errors import CheckpointError, RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.random_numbers import RowRandom
-from dgcompile.verify.compare import draw
-from dgcompile.verify.reference import Reference, ReferenceCache, ReferenceStep, cut
+from dgcompile.verify.compare import cut, draw
+from dgcompile.verify.reference import Reference, ReferenceCache, ReferenceStep
 
 CONFIG = GenerationConfig(max_new_tokens=40, max_denoising_steps=9)
 PROMPT = list(range(20, 50))

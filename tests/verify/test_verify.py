@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,11 @@ import dgcompile.runtime.loop as loop
 from dgcompile.errors import RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.progress import Advance, Progress
+from dgcompile.runtime.pipeline import Pipeline
+from dgcompile.runtime.session import Batch
 from dgcompile.verify import VerifyReport, read_prompts, verify
+from dgcompile.verify.pairs import GuidedRun, run_bundle
+from dgcompile.verify.reference import Reference
 
 PROMPTS = ["Why is the sky blue?", [2, *range(30, 70)]]
 LAYER = "model.decoder.layers.1."
@@ -111,6 +116,80 @@ def test_a_loop_with_another_temperature_fails_although_the_engines_are_right(
     assert report.errors.largest < report.error_bound
 
 
+HOT = GenerationConfig(
+    max_new_tokens=16, max_denoising_steps=40, t_max=2.5, confidence_threshold=1e-9, entropy_bound=0.1
+)
+"""So hot and so long that tokens keep changing: rounding grows until runs part, in about four of ten."""
+
+
+def test_runs_that_rounding_parts_are_told_from_wrong_ones(
+    bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = verify(bundle, checkpoint, prompts=PROMPTS[1:], seeds=range(10), config=HOT, threads=1)
+    assert report.ok and report.drifts > 0
+    drifted = [pair.first_difference for pair in report.pairs if pair.first_difference is not None]
+    assert all(difference.drift is not None and difference.drift > 1e-5 for difference in drifted)
+
+    original = loop._denoise_canvas
+
+    def warmer(session: Any, batch: Any, rows: Any, config: GenerationConfig, *rest: Any) -> Any:
+        return original(session, batch, rows, config.replace(t_max=config.t_max * 1.005), *rest)
+
+    monkeypatch.setattr(loop, "_denoise_canvas", warmer)
+    report = verify(bundle, checkpoint, prompts=PROMPTS[1:], seeds=range(3), config=HOT, threads=1)
+    assert not report.ok and report.failures == 3
+
+
+def test_self_conditioning_that_outlives_its_canvas_fails(
+    bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Batch.start_canvas
+
+    def forgetful(batch: Batch, canvas_ids: Any) -> None:
+        kept = batch.self_conditioning.copy()
+        original(batch, canvas_ids)
+        batch.self_conditioning[:] = kept
+
+    monkeypatch.setattr(Batch, "start_canvas", forgetful)
+    report = verify(bundle, checkpoint, prompts=PROMPTS[1:], max_new_tokens=32, threads=1)
+    (pair,) = report.pairs
+    assert not report.ok and pair.first_difference is not None
+    assert (pair.first_difference.canvas, pair.first_difference.step) == (1, 1)
+    assert not pair.step_differences
+
+
+@pytest.mark.parametrize("change", ["argmax", "accepted", "next_self_conditioning", "steps"])
+def test_a_guided_run_sees_any_step_that_was_decided_otherwise(bundle: Path, checkpoint: Path, change: str) -> None:
+    session, config = Pipeline.open(bundle, threads=1).session, HOT.replace(max_denoising_steps=12, max_new_tokens=32)
+    reference, prompt = Reference(checkpoint), list(range(30, 70))
+    ((_, course),) = run_bundle(session, [prompt], config, [1])
+
+    def agrees() -> bool:
+        watcher = GuidedRun(config, course)
+        reference.generate(prompt, config, 1, watcher, course)
+        watcher.finish()
+        return watcher.agrees
+
+    assert agrees()
+    steps = course.steps[1]
+    outcome, last = course.outcome(1, 5), course.outcome(1, steps)
+    assert outcome is not None and last is not None and steps > 5
+    argmax_ids, accepted = outcome.argmax_ids.copy(), outcome.accepted.copy()
+    argmax_ids[3] += 1
+    accepted[3] = not accepted[3]
+    if change == "argmax":
+        course.add(1, 5, dataclasses.replace(outcome, argmax_ids=argmax_ids))
+    elif change == "accepted":
+        course.add(1, 5, dataclasses.replace(outcome, accepted=accepted))
+    elif change == "next_self_conditioning":
+        changed = np.asarray(outcome.next_self_conditioning, np.float32) * np.float32(1.001)
+        course.add(1, 5, dataclasses.replace(outcome, next_self_conditioning=changed))
+    else:
+        course.add(1, steps + 1, last)
+    course.add(1, steps, last)
+    assert not agrees()
+
+
 def test_lost_tokens_fail(bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop._take_canvas
 
@@ -173,7 +252,7 @@ def test_a_batch_is_compared_row_by_row(bundle: Path, checkpoint: Path, monkeypa
         batch_sizes.append(len(prompts))
         return original(session, prompts, *rest)
 
-    monkeypatch.setattr("dgcompile.verify.run.generate", counted)
+    monkeypatch.setattr("dgcompile.verify.pairs.generate", counted)
     report = verify(bundle, checkpoint, prompts=PROMPTS, seeds=(0, 1, 2), batch_size=4, max_new_tokens=16, threads=1)
     assert report.ok and batch_sizes == [4, 2]
     assert [(pair.prompt, pair.seed) for pair in report.pairs] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
