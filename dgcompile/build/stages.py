@@ -6,6 +6,7 @@ stage is redone only when that hash, or a file that it made, has changed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -99,8 +100,12 @@ class Stage:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@functools.cache
 def source_hash(module: str) -> str:
-    """SHA-256 over the Python source of a module or a whole package, so that edited code makes its stage run again."""
+    """SHA-256 over the Python source of a module or a whole package, so that edited code makes its stage run again.
+
+    Taken once per process: what is edited later is not what runs.
+    """
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise StageError(f"the source of {module} cannot be found", fix="install dgcompile again")

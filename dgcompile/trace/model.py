@@ -42,6 +42,10 @@ def weightless_model(config: Mapping[str, Any]) -> tuple[DiffusionGemmaForBlockD
         model = DiffusionGemmaForBlockDiffusion(parsed)
     model.train(False)
     for module in model.modules():
+        looped_over: Any = getattr(module, "unique_layer_types", None)
+        if isinstance(looped_over, set):
+            # transformers loops over this set: the order of its strings, and of the traced nodes, differs between runs.
+            module.__dict__["unique_layer_types"] = sorted(looped_over)
         if isinstance(module, modeling.DiffusionGemmaTextRotaryEmbedding):
             for name, buffer in modeling.DiffusionGemmaTextRotaryEmbedding(module.config).named_buffers():
                 setattr(module, name, buffer)
