@@ -132,8 +132,9 @@ def test_a_template_cannot_change_the_messages(call: str) -> None:
         "{% for i in 'x' * 90000 %}{% for j in 'x' * 90000 %}{{ '' }}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for i in range(3000) recursive %}{% if loop.depth < 9 %}{{ loop(range(3000)) }}{% endif %}{% endfor %}",
+        "{% for i in [0] recursive %}{% if loop.depth == 1 %}{{ loop('x' * 90000) }}{% endif %}{% endfor %}",
     ],
-    ids=["range", "nested ranges", "nested strings", "macro", "recursive loop"],
+    ids=["range", "nested ranges", "nested strings", "macro", "recursive loop", "one recursion"],
 )
 def test_endless_work_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_STEPS", 20_000)

@@ -16,7 +16,7 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.loop import GenerationResult, StepEvent, encode_prompts, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.session import Batch
-from tests.runtime.toy_model import CANVAS, VOCAB, WINDOW, toy_answer
+from tests.runtime.toy_model import CANVAS, SURE, VOCAB, WINDOW, toy_answer
 
 CONFIG = GenerationConfig(
     max_new_tokens=3 * CANVAS, max_denoising_steps=9, confidence_threshold=0.01, eos_token_ids=(), entropy_bound=0.1
@@ -31,7 +31,9 @@ class WatchedSession:
         self.session = session
         self.encoded: list[list[list[int]]] = []  # the real tokens of each row of each call
         self.steps: list[tuple[int, int, bool]] = []  # first row, last row, self-conditioning all zeros
-        self.batches = 0
+        self.batches: list[tuple[int, int]] = []  # rows and capacity
+        self.temperatures: list[float] = []
+        self.bounds: list[float] = []
 
     @property
     def spec(self) -> ModelSpec:
@@ -42,7 +44,7 @@ class WatchedSession:
         return self.session.max_context
 
     def new_batch(self, rows: int, capacity: int) -> Batch:
-        self.batches += 1
+        self.batches.append((rows, capacity))
         return self.session.new_batch(rows, capacity)
 
     def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
@@ -51,6 +53,8 @@ class WatchedSession:
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         self.steps.append((first, last, not batch.self_conditioning[first : last + 1].any()))
+        self.temperatures.append(float(batch.temperature[first]))
+        self.bounds.append(float(batch.entropy_bound[last]))
         self.session.denoise(batch, first, last)
 
 
@@ -127,6 +131,49 @@ def test_convergence_needs_one_canvas_more_than_the_threshold(toy_session: OnnxR
     assert [event.converged[0] for event in events] == [False] * first + [True]
 
 
+class ScriptedSession(WatchedSession):
+    """A real session whose argmax canvases are replaced, step by step, by canvases filled with one of ``tokens``."""
+
+    def __init__(self, session: OnnxRuntimeSession, tokens: str) -> None:
+        super().__init__(session)
+        self.tokens = tokens
+
+    def denoise(self, batch: Batch, first: int, last: int) -> None:
+        super().denoise(batch, first, last)
+        batch.argmax_ids.fill(ord(self.tokens[len(self.steps) - 1]) - ord("a"))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "tokens", "steps"),
+    [(0, "abc", 1), (1, "abaab", 4), (1, "aabb", 2), (2, "aabbabbba", 8), (2, "aabbaabbc", 9), (3, "aaabbbb", 7)],
+)
+def test_stable_means_equal_to_the_canvases_just_before(
+    toy_session: OnnxRuntimeSession, threshold: int, tokens: str, steps: int
+) -> None:
+    config = CONFIG.replace(
+        stability_threshold=threshold, confidence_threshold=1e9, max_new_tokens=1, max_denoising_steps=len(tokens)
+    )
+    (result,) = generate(ScriptedSession(toy_session, tokens), [[5]], config, [0])
+    assert result.steps_per_canvas == [steps]
+    assert result.token_ids == [ord(tokens[steps - 1]) - ord("a")]
+
+
+def test_confident_means_below_the_threshold(toy_session: OnnxRuntimeSession) -> None:
+    config = CONFIG.replace(max_new_tokens=1)
+    sure = float(np.full(CANVAS, SURE, dtype=np.float32).mean())
+    (at,) = generate(toy_session, [[5]], config.replace(confidence_threshold=sure), [0])
+    (above,) = generate(toy_session, [[5]], config.replace(confidence_threshold=sure * 1.001), [0])
+    assert at.steps_per_canvas == [config.max_denoising_steps]
+    assert above.steps_per_canvas[0] < config.max_denoising_steps
+
+
+def test_temperatures_fall_from_t_max_towards_t_min(watched: WatchedSession) -> None:
+    config = CONFIG.replace(t_min=0.3, t_max=0.7, max_denoising_steps=4, stability_threshold=None)
+    generate(watched, [[5], [6]], config.replace(max_new_tokens=CANVAS + 1), [0, 1])
+    np.testing.assert_allclose(watched.temperatures, 2 * [0.7, 0.6, 0.5, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(watched.bounds, 8 * [config.entropy_bound], rtol=1e-6)
+
+
 @pytest.mark.parametrize("option", ["stability_threshold", "confidence_threshold"])
 def test_without_a_threshold_all_steps_are_run(toy_session: OnnxRuntimeSession, option: str) -> None:
     config = CONFIG.replace(**{option: None, "max_new_tokens": CANVAS})
@@ -171,6 +218,8 @@ def test_the_prompt_is_encoded_once_and_each_canvas_that_is_followed_once(watche
     assert watched.encoded == [[[1, 2, 3]], [ids[:CANVAS]], [ids[CANVAS : 2 * CANVAS]]]
     assert result.encoder_calls == 3
     assert len(watched.steps) == sum(result.steps_per_canvas)
+    # The last canvas is never committed, so the cache has no room for it.
+    assert watched.batches == [(1, 3 + 2 * CANVAS)]
 
 
 def test_self_conditioning_is_zero_on_the_first_step_of_every_canvas_only(watched: WatchedSession) -> None:
@@ -198,7 +247,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_work(watched: WatchedS
     # 13 new tokens take three canvases as well.
     with pytest.raises(RequestError, match="13 new ones take 3 canvases"):
         generate(watched, [[1] * (room + 1)], CONFIG.replace(max_new_tokens=13), [0])
-    assert (watched.batches, watched.encoded, watched.steps) == (0, [], [])
+    assert (watched.batches, watched.encoded, watched.steps) == ([], [], [])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +271,7 @@ def test_malformed_requests_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         generate(watched, prompts, CONFIG, seeds)
-    assert watched.batches == 0
+    assert not watched.batches
 
 
 def test_finished_and_converged_rows_cost_nothing_at_the_edges(watched: WatchedSession) -> None:

@@ -56,13 +56,26 @@ def test_results_and_next_inputs_change_places(toy_session: OnnxRuntimeSession) 
 
 
 def test_rows_outside_the_range_are_not_touched(toy_session: OnnxRuntimeSession) -> None:
-    alone, batch = started(toy_session), started(toy_session)
-    toy_session.denoise(alone, 0, 2)
-    batch.argmax_ids.fill(-5)
+    together, batch = started(toy_session), started(toy_session)
+    for each in (together, batch):
+        generator = np.random.default_rng(3)
+        toy_session.encode(each, generator.integers(0, 32, (2, 3), dtype=np.int32), np.array([3, 1], dtype=np.int32))
+        each.uniform[:] = generator.random((3, CANVAS))
+        each.noise_ids[:] = generator.integers(0, 32, (3, CANVAS))
+        each.temperature[:] = [0.2, 0.4, 0.9]
+        each.entropy_bound[:] = [0.1, 5.0, 1.5]
+    toy_session.denoise(together, 0, 2)
+    untouched = [array[[0, 2]].copy() for array in _results(batch)]
     toy_session.denoise(batch, 1, 1)
-    assert (batch.argmax_ids[[0, 2]] == -5).all()
-    assert np.array_equal(batch.argmax_ids[1], alone.argmax_ids[1])
-    assert not batch.self_conditioning[[0, 2]].any()
+    for array, other, before in zip(_results(batch), _results(together), untouched, strict=True):
+        assert np.array_equal(array[1], other[1])
+        assert np.array_equal(array[[0, 2]], before)
+        assert not np.array_equal(other[1], other[2])
+
+
+def _results(batch: Batch) -> list[np.ndarray]:
+    # By buffer, not by role: the canvas that was written has become the current one.
+    return [batch.argmax_ids, batch.entropy, batch.accepted, batch._canvas_ids[1], batch._self_conditioning[1]]
 
 
 def test_padding_never_reaches_the_cache(toy_session: OnnxRuntimeSession) -> None:
