@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -27,6 +28,7 @@ from dgcompile.errors import BundleError, RequestError
 MAX_STEPS = 1_000_000
 """Loop iterations and calls that one rendering may take; a long chat takes some thousands."""
 
+_MAX_DEPTH = 64
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -53,6 +55,19 @@ class ChatTemplate:
                 f"{source}{line}: not a valid chat template: {error}",
                 fix="fix the checkpoint's template and build again",
             ) from error
+
+    @classmethod
+    def from_file(cls, path: Path) -> ChatTemplate:
+        """Reads and compiles a template.
+
+        Raises:
+            BundleError: the file cannot be read or is no valid template.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(f"{path} cannot be read: {error}", fix="build the bundle again") from error
+        return cls(text, source=str(path))
 
     @property
     def variables(self) -> frozenset[str]:
@@ -213,14 +228,16 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Rebuilds ``value`` from plain JSON types: objects with methods of their own must not get into the sandbox."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{where} holds more than {_MAX_DEPTH} levels of lists and objects")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_key(key, where): _plain(item, where) for key, item in value.items()}
+        return {_key(key, where): _plain(item, where, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, where) for item in value]
+        return [_plain(item, where, depth + 1) for item in value]
     raise RequestError(f"{where} holds a {type(value).__name__}", expected="JSON types only")
 
 

@@ -52,9 +52,7 @@ class Pipeline:
         bundle = Bundle.open(path, progress=progress)
         tokenizer_file, template_file = bundle.tokenizer_file, bundle.chat_template_file
         tokenizer = Tokenizer(tokenizer_file) if tokenizer_file else None
-        template = None
-        if template_file:
-            template = ChatTemplate(template_file.read_text(encoding="utf-8"), source=str(template_file))
+        template = ChatTemplate.from_file(template_file) if template_file else None
         return cls(bundle, OnnxRuntimeSession.open(bundle, threads), tokenizer, template)
 
     def encode(self, prompt: str | Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:

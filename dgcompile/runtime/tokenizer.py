@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from dgcompile.errors import BundleError
+from dgcompile.errors import BundleError, RequestError
 
 
 class Tokenizer:
@@ -35,7 +35,17 @@ class Tokenizer:
         Args:
             text: special tokens that are spelled out in it are recognised.
             add_special_tokens: whether to add those that the file's post-processor adds (such as <bos>).
+
+        Raises:
+            RequestError: the text holds lone surrogates (what Python makes of bytes that are no UTF-8).
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text cannot be written as UTF-8: character {error.start} is {text[error.start]!r}",
+                expected="valid Unicode",
+            ) from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +174,27 @@ def test_other_faults_of_a_template_are_request_errors(template: str) -> None:
 def test_broken_templates(template: str) -> None:
     with pytest.raises((BundleError, RequestError), match="here/template"):
         ChatTemplate(template, source="here/template").render(MESSAGES)
+
+
+def test_messages_may_be_nested_but_not_without_end() -> None:
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    template = ChatTemplate("{{ messages[0].content[0][0][0] }}")
+    assert template.render([{"role": "user", "content": [[["deep"]]]}]) == "deep"
+    with pytest.raises(RequestError, match="more than 64 levels"):
+        template.render([{"role": "user", "content": nested}])
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "chat_template.jinja"
+    with pytest.raises(BundleError, match=r"chat_template.jinja cannot be read"):
+        ChatTemplate.from_file(path)
+    path.write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(BundleError, match=r"chat_template.jinja cannot be read"):
+        ChatTemplate.from_file(path)
+    path.write_bytes("{{ messages[0].role }}ü".encode())
+    assert ChatTemplate.from_file(path).render(MESSAGES) == "systemü"
 
 
 class Rich(str):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from dgcompile.errors import BundleError
+from dgcompile.errors import BundleError, RequestError
 from dgcompile.runtime.tokenizer import Tokenizer
 
 
@@ -57,6 +57,11 @@ def test_names_of_tokens(checkpoint: Path) -> None:
 
 def test_ids_that_do_not_exist_give_nothing(checkpoint: Path) -> None:
     assert Tokenizer(checkpoint / "tokenizer.json").decode([10**6]) == ""
+
+
+def test_text_that_is_no_unicode(checkpoint: Path) -> None:
+    with pytest.raises(RequestError, match=r"character 2 is '\\udcff'"):
+        Tokenizer(checkpoint / "tokenizer.json").encode("ab\udcff")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff\xfe"])
