@@ -1,16 +1,17 @@
-"""Measure the example checkpoint: exact match in percent on held-out puzzles, through transformers' generate()."""
+"""Measure the example: exact match in percent on held-out puzzles, through transformers' generate() or a bundle."""
 
 from pathlib import Path
 
 import click
 import torch
-from example.evaluation import as_json, evaluate, load_puzzles, table, transformers_contender
+from example.evaluation import as_json, bundle_contender, evaluate, load_puzzles, table, transformers_contender
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "sudoku"
 
 
 @click.command(help=__doc__)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), default=EXAMPLE)
+@click.option("--bundle", type=click.Path(exists=True, file_okay=False, path_type=Path), help="run this bundle instead")
 @click.option("--prompts", type=click.Path(exists=True, path_type=Path), help="default: CHECKPOINT/prompts.jsonl")
 @click.option("--puzzles", type=int, help="only the first N puzzles of each number of blanks")
 @click.option("--blanks", type=int, multiple=True, help="only puzzles with so many blanks (repeatable)")
@@ -20,6 +21,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "sudoku"
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="write the scores there as well")
 def main(
     checkpoint: Path,
+    bundle: Path | None,
     prompts: Path | None,
     puzzles: int | None,
     blanks: tuple[int, ...],
@@ -32,7 +34,8 @@ def main(
     chosen = load_puzzles(prompts or checkpoint / "prompts.jsonl", blanks or None, puzzles)
     if not chosen:
         raise click.ClickException("no puzzle matches --blanks")
-    scores = evaluate(transformers_contender(checkpoint), chosen, steps, seed)
+    contender = bundle_contender(bundle, threads=threads) if bundle else transformers_contender(checkpoint)
+    scores = evaluate(contender, chosen, steps, seed)
     click.echo(table(scores))
     if json_path:
         json_path.write_text(as_json(scores) + "\n")

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from dgcompile.runtime.pipeline import Pipeline
+
 Contender = Callable[[Sequence[str], int, Sequence[int]], tuple[list[str], list[int]]]
 
 
@@ -100,6 +102,24 @@ def transformers_contender(folder: Path, batch: int = 64) -> Contender:
             canvases, used = generate_canvases(model, rows[start : start + batch], max_denoising_steps)
             answers += tokenizer.batch_decode(canvases, skip_special_tokens=True)
             steps += used
+        return answers, steps
+
+    return run
+
+
+def bundle_contender(bundle: Path, batch: int = 64, threads: int | None = None) -> Contender:
+    """A bundle as dgcompile's runtime runs it, `batch` puzzles at a time; each row draws from its own seed."""
+    pipeline = Pipeline.open(bundle, threads)
+
+    def run(prompts: Sequence[str], max_denoising_steps: int, seeds: Sequence[int]) -> tuple[list[str], list[int]]:
+        config = pipeline.bundle.generation.replace(max_denoising_steps=max_denoising_steps)
+        rows = [pipeline.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
+        answers, steps = [], []
+        for start in range(0, len(rows), batch):
+            chosen = slice(start, start + batch)
+            for result in pipeline.generate(rows[chosen], config, seeds[chosen]):
+                answers.append(pipeline.decode(result.token_ids))
+                steps.append(sum(result.steps_per_canvas))
         return answers, steps
 
     return run
