@@ -102,7 +102,7 @@ def _read_prompt(prompt: str | None) -> str:
         raise click.UsageError("Missing argument 'PROMPT': give a text, or - to read it from stdin.")
     try:
         if prompt is None or prompt == "-":
-            return click.get_binary_stream("stdin").read().decode()
+            return sys.stdin.buffer.read().decode()
         prompt.encode()  # an argument that was no UTF-8 carries surrogates
         return prompt
     except UnicodeError as error:
