@@ -64,7 +64,7 @@ def act_before_rename(name: str, action: str) -> None:
             act(action)
         return replace(self, target)
 
-    Path.replace = watched  # type: ignore[method-assign]
+    Path.replace = watched  # type: ignore[method-assign, assignment]
 
 
 def main() -> int:
