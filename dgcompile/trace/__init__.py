@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dgcompile.bundle import GRAPH_FILES
+from dgcompile.contract import GraphName
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 
 if TYPE_CHECKING:
     from dgcompile.safetensors_file import StoredTensor
-
-ENCODER_FILE = "encoder.onnx"
-DENOISER_FILE = "denoiser.onnx"
 
 
 def trace_graphs(
@@ -46,11 +45,12 @@ def trace_graphs(
         model, fake = weightless_model(config)
         swap_modules(model)
         advance()
-        for graph, module, name in (
-            ("encoder", EncoderGraph(model), ENCODER_FILE),
-            ("denoiser", DenoiserGraph(model), DENOISER_FILE),
-        ):
-            program = export_program(graph, module, spec, fake)  # type: ignore[arg-type]
+        modules: dict[GraphName, EncoderGraph | DenoiserGraph] = {
+            "encoder": EncoderGraph(model),
+            "denoiser": DenoiserGraph(model),
+        }
+        for graph, module in modules.items():
+            program = export_program(graph, module, spec, fake)
             advance()
-            write_onnx(to_onnx(graph, program, spec, store), folder / name)  # type: ignore[arg-type]
+            write_onnx(to_onnx(graph, program, spec, store), folder / GRAPH_FILES[graph])
             advance()
