@@ -79,9 +79,7 @@ def graph_outputs(graph: GraphName, spec: ModelSpec, dtype: DType) -> list[Tenso
     """Outputs of a graph in their order; arguments as in :func:`graph_inputs`."""
     if graph == "encoder":
         return [
-            TensorSpec(
-                name=name, dtype=dtype, shape=("batch", "new_tokens", layer.num_key_value_heads, layer.head_dim)
-            )
+            TensorSpec(name=name, dtype=dtype, shape=("batch", "new_tokens", layer.num_key_value_heads, layer.head_dim))
             for index, layer in enumerate(spec.layers)
             for name in present_names(index)
         ]
