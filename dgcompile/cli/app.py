@@ -56,6 +56,9 @@ class CommandLine(click.Group):
             ctx.exit(BROKEN_PIPE)
         except KeyboardInterrupt as error:
             _say(f"\nInterrupted: {error}" if error.args else "\nInterrupted")
+            # If Ctrl-C came while a string was executed (importing a dataclass does that), CPython has noted that the
+            # process is to die of the signal, whatever was caught since. Executing another string clears the note.
+            exec("")
             ctx.exit(INTERRUPTED)
         except Exception as error:
             debug = bool(ctx.meta.get(DEBUG_KEY))

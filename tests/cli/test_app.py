@@ -137,6 +137,22 @@ def test_ctrl_c_is_exit_130(failing: list[BaseException]) -> None:
     assert result.stderr.strip() == "Interrupted: run the same command again"
 
 
+def test_ctrl_c_is_exit_130_wherever_it_arrives(tmp_path: Path) -> None:
+    script = (
+        "import click\n"
+        "from dgcompile.cli import main\n"
+        "import dgcompile.cli.targets as targets\n"
+        "targets.command = click.Command('targets', callback=lambda: exec('raise KeyboardInterrupt'))\n"
+        "main()\n"
+    )
+    file = tmp_path / "interrupted.py"
+    file.write_text(script)
+    # As a module: a script's exit code hides what CPython remembers about the signal.
+    command = [sys.executable, "-m", "interrupted", "targets"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (130, "Interrupted")
+
+
 def test_names_from_files_cannot_steer_the_terminal(failing: list[BaseException]) -> None:
     failing.append(errors.CheckpointError(f"unknown tensor '{ESCAPE}]0;owned\x07'"))
     result = run("targets")
