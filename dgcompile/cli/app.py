@@ -9,11 +9,12 @@ import os
 import sys
 import traceback
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import dgcompile
+from dgcompile.cli import interrupt
 from dgcompile.cli.command import DEBUG_KEY, debug_option
 from dgcompile.cli.text import printable
 from dgcompile.errors import DgcompileError, MissingDependencyError
@@ -55,12 +56,10 @@ class CommandLine(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(BROKEN_PIPE)
         except KeyboardInterrupt as error:
-            _say(f"\nInterrupted: {error}" if error.args else "\nInterrupted")
-            # If Ctrl-C came while a string was executed (importing a dataclass does that), CPython has noted that the
-            # process is to die of the signal, whatever was caught since. Executing another string clears the note.
-            exec("")
-            ctx.exit(INTERRUPTED)
+            self._interrupted(ctx, error)
         except Exception as error:
+            if interrupt.received():
+                self._interrupted(ctx, error)
             debug = bool(ctx.meta.get(DEBUG_KEY))
             if debug:
                 traceback.print_exception(error)
@@ -72,6 +71,15 @@ class CommandLine(click.Group):
                 ctx.exit(1)
             _say(f"Error: {known}")
             ctx.exit(known.exit_code)
+
+    def _interrupted(self, ctx: click.Context, error: BaseException) -> NoReturn:
+        """Says so, with what to do next where the command knows it."""
+        next_step = str(error) if isinstance(error, KeyboardInterrupt) and error.args else ""
+        _say(f"\nInterrupted: {next_step}" if next_step else "\nInterrupted")
+        # If Ctrl-C came while a string was executed (importing a dataclass does that), CPython has noted that the
+        # process is to die of the signal, whatever was caught since. Executing another string clears the note.
+        exec("")
+        ctx.exit(INTERRUPTED)
 
 
 def _known(error: Exception) -> DgcompileError | None:
@@ -114,6 +122,7 @@ cli.params.append(debug_option())
 
 def main() -> None:
     """Entry point of the ``dgcompile`` command."""
+    interrupt.install()
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a question mark, not an exception.
         if hasattr(stream, "reconfigure"):

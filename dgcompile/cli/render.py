@@ -1,4 +1,5 @@
 """Tables and progress, drawn with rich. Imported by a command when it has something to show, never for ``--help``.
+Whoever reports progress is also told of a Ctrl-C that got lost.
 
 rich leaves colours out where the output is no terminal, or where NO_COLOR is set. Text that comes from files or models
 goes through :func:`~dgcompile.cli.text.printable` and is never read as markup.
@@ -17,6 +18,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from dgcompile.cli import interrupt
 from dgcompile.cli.text import format_bytes, format_seconds, printable
 from dgcompile.progress import Advance, Progress
 
@@ -89,6 +91,7 @@ class BarProgress(Progress):
     @contextmanager
     def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
         """See :meth:`dgcompile.progress.Progress.task`."""
+        interrupt.check()
         if not self._running:
             self._bars.start()
         self._running += 1
@@ -96,6 +99,7 @@ class BarProgress(Progress):
         task = self._bars.add_task(printable(label), total=total, unit=unit)
 
         def advance(amount: float = 1.0, /) -> None:
+            interrupt.check()
             self._bars.advance(task, amount)
 
         try:
@@ -119,11 +123,13 @@ class PlainProgress(Progress):
     @contextmanager
     def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
         """See :meth:`dgcompile.progress.Progress.task`."""
+        interrupt.check()
         started = spoken = time.monotonic()
         done = 0.0
 
         def advance(amount: float = 1.0, /) -> None:
             nonlocal done, spoken
+            interrupt.check()
             done += amount
             now = time.monotonic()
             if now - spoken >= PLAIN_INTERVAL:

@@ -137,17 +137,31 @@ def test_ctrl_c_is_exit_130(failing: list[BaseException]) -> None:
     assert result.stderr.strip() == "Interrupted: run the same command again"
 
 
-def test_ctrl_c_is_exit_130_wherever_it_arrives(tmp_path: Path) -> None:
-    script = (
-        "import click\n"
-        "from dgcompile.cli import main\n"
+@pytest.mark.parametrize(
+    "work",
+    [
+        # CPython remembers an interrupted exec() and dies of the signal at its end.
+        "exec('import os, signal; os.kill(os.getpid(), signal.SIGINT)')",
+        # What an interrupted C extension does.
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise ImportError('failed')",
+        # What Python does in __del__.
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+        "with progress().task('goes on') as advance:\n    sys.exit(3)",
+    ],
+)
+def test_ctrl_c_is_exit_130_wherever_it_arrives(tmp_path: Path, work: str) -> None:
+    indented = "\n".join("    " + line for line in work.splitlines())
+    (tmp_path / "interrupted.py").write_text(
+        "import os, signal, sys, click\n"
         "import dgcompile.cli.targets as targets\n"
-        "targets.command = click.Command('targets', callback=lambda: exec('raise KeyboardInterrupt'))\n"
+        "from dgcompile.cli import main\n"
+        "from dgcompile.cli.render import progress\n"
+        f"def work():\n{indented}\n"
+        "targets.command = click.Command('targets', callback=work)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "main()\n"
     )
-    file = tmp_path / "interrupted.py"
-    file.write_text(script)
-    # As a module: a script's exit code hides what CPython remembers about the signal.
+    # As a module: a script's exit code hides what CPython remembers.
     command = [sys.executable, "-m", "interrupted", "targets"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stderr.strip()) == (130, "Interrupted")
