@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# The models are tiny: a second thread of torch only waits, and beside another busy process it waits long. Before torch
+# is imported, so that the processes which tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

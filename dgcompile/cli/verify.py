@@ -36,7 +36,7 @@ SHOWN_DIFFERENCES = 20
 )
 @click.option("--pairs", type=click.IntRange(1), default=200, show_default=True, help="Prompts times seeds to compare.")
 @click.option("--max-new-tokens", type=int, help="Most tokens of each answer.")
-@click.option("--threads", type=int, help="Threads of the engine.  [default: its own choice]")
+@click.option("--threads", type=int, help="Threads of both sides.  [default: their own choice]")
 @json_option
 @click.pass_context
 def command(

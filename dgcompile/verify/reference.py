@@ -114,13 +114,16 @@ class Reference:
 
     Args:
         checkpoint: its folder.
+        threads: threads of torch, for the whole process; None leaves them as they are.
 
     Raises:
         CheckpointError: transformers cannot load it.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, threads: int | None = None) -> None:
         self.checkpoint = checkpoint
+        if threads is not None:
+            torch.set_num_threads(threads)
         model_class: Any = DiffusionGemmaForBlockDiffusion
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()

@@ -51,7 +51,7 @@ def verify(
         config: how to generate; None for the bundle's defaults.
         max_new_tokens: replaces that of ``config``.
         batch_size: pairs that the bundle generates together in its own runs; transformers takes one at a time.
-        threads: threads of each engine call.
+        threads: threads of each engine call and of transformers; None leaves the choice to them.
         progress: told how far the comparison got, in pairs.
 
     Raises:
@@ -71,7 +71,7 @@ def verify(
     config = config or pipeline.bundle.generation
     if max_new_tokens is not None:
         config = config.replace(max_new_tokens=max_new_tokens)
-    comparison = _Comparison(pipeline, Reference(source.path), config)
+    comparison = _Comparison(pipeline, Reference(source.path, threads), config)
     todo = [
         _Pair(index, seed, token_ids, difference)
         for index, prompt in enumerate(prompts)
