@@ -18,9 +18,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 demo: $(VENV)/.installed-build
 	$(BIN)/dgcompile demo $(ARGS)
 
-# One thread: the tests' models are tiny, so a second one only waits, and on a busy machine both crawl.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
