@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-build
 	$(BIN)/dgcompile demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
