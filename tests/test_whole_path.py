@@ -120,8 +120,10 @@ def test_three_canvases_are_those_of_transformers(model: Model, around: str, see
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_a_window_that_fills_up_exactly_at_a_canvas_boundary(model: Model, extra: int) -> None:
-    """The prompt and the first canvas together are one token short of the window, as long, and one token longer."""
-    length = max(1, model.window + extra - model.canvas)
+    """Prompt and first canvas end one token before, at, and one token after the point where the ring has filled up."""
+    turns = model.canvas // model.window + 1  # a window may be shorter than a canvas
+    length = turns * model.window + extra - model.canvas
+    assert length >= 1
     config = model.pipeline.bundle.generation.replace(max_new_tokens=2 * model.canvas + 1, eos_token_ids=())
     assert len(model.check(model.prompt(length), config, 11)) == 2 * model.canvas + 1
 
