@@ -73,19 +73,20 @@ def worst_errors(head_dim: int, dtype: str) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_agrees_with_reference(head_dim: int, dtype: str) -> None:
+def test_agrees_with_reference(head_dim: int) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.plugins.test_block_attention_kernel", str(head_dim), dtype],
+        [sys.executable, "-m", "tests.plugins.test_block_attention_kernel", str(head_dim)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
     errors = json.loads(run.stdout)
-    assert errors
-    assert {case: error for case, error in errors.items() if error > BOUNDS[dtype]} == {}
+    assert errors.keys() == BOUNDS.keys()
+    for dtype, bound in BOUNDS.items():
+        assert len(errors[dtype]) >= 12
+        assert {case: error for case, error in errors[dtype].items() if error > bound} == {}, dtype
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -159,4 +160,4 @@ def test_compile_needs_every_argument() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(worst_errors(int(sys.argv[1]), sys.argv[2])))
+    print(json.dumps({dtype: worst_errors(int(sys.argv[1]), dtype) for dtype in BOUNDS}))
