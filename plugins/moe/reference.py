@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,7 @@ def mixture_of_experts(
     expert_weights: FloatArray,
     gate_up: FloatArray,
     down: FloatArray,
+    round_rows: Callable[[FloatArray], FloatArray] = lambda rows: rows,
 ) -> npt.NDArray[np.float64]:
     """Weighted sum of each token's experts: ``sum_k w_k * down_k (gelu(gate_k x) * up_k x)``.
 
@@ -30,6 +33,7 @@ def mixture_of_experts(
         expert_weights: [T, K], their weights.
         gate_up: [E, 2 I, H], gate rows first.
         down: [E, H, I].
+        round_rows: what the activations of one token lose before each product, where they are quantized.
 
     Returns:
         [T, H] in float64.
@@ -37,6 +41,7 @@ def mixture_of_experts(
     output = np.zeros(hidden.shape)
     for token, (experts, weights) in enumerate(zip(expert_ids, expert_weights, strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
-            gate, up = np.split(gate_up[expert].astype(np.float64) @ hidden[token].astype(np.float64), 2)
-            output[token] += float(weight) * (down[expert].astype(np.float64) @ (gelu_tanh(gate) * up))
+            gate, up = np.split(gate_up[expert].astype(np.float64) @ round_rows(hidden[token]).astype(np.float64), 2)
+            inner = round_rows(gelu_tanh(gate) * up)
+            output[token] += float(weight) * (down[expert].astype(np.float64) @ inner)
     return output

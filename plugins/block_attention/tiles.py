@@ -1,0 +1,84 @@
+"""Shapes of BlockAttention's work per GPU and head_dim, for 16-bit inputs.
+
+A tile of block_m query rows reads every key once, so tall tiles read the cache less often; what limits them is a
+thread's 255 registers, which hold the fp32 sums [block_m, head_dim], and the shared memory that
+:func:`shared_memory_bytes` predicts. TILES holds tall tiles whose prediction fits and which the assembler compiled
+without spilling: about three candidates each were tried, and spills are found by trying, no formula here foresees them.
+At head_dim 512 on SM 90 every tile of the 64 rows that wgmma needs spilled: that one runs on mma.sync.
+None was timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one program: query rows (tokens x grouped heads), keys in one step, warps, stages of the pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Compute capability -> head_dim -> tile.
+TILES: dict[int, dict[int, Tile]] = {
+    90: {
+        32: Tile(128, 64, 4, 3),
+        64: Tile(128, 64, 4, 3),
+        128: Tile(128, 64, 8, 2),
+        256: Tile(128, 32, 8, 2),
+        512: Tile(32, 64, 8, 2),
+    },
+    120: {
+        32: Tile(128, 64, 4, 3),
+        64: Tile(64, 64, 4, 3),
+        128: Tile(128, 32, 8, 2),
+        256: Tile(64, 32, 8, 2),
+        512: Tile(32, 16, 8, 2),
+    },
+}
+
+MAX_SPLITS = 16
+
+
+def uses_wgmma(sm: int, tile: Tile) -> bool:
+    """Whether the products run on a whole warp group's tensor cores: SM 90 only, 64 rows at least."""
+    return sm == 90 and tile.block_m >= 64
+
+
+def shared_memory_bytes(sm: int, head_dim: int, tile: Tile) -> int:
+    """Shared memory that a tile takes at most: operands of the loop, or the sums on their way out, which come after.
+
+    wgmma reads queries, keys and values where they lie, so every stage has its own K and V tile. mma.sync takes them
+    through registers, which frees one stage, but its weights [block_m, block_n] may change hands between warps.
+    """
+    queries = tile.block_m * head_dim * 2
+    keys_and_values = 2 * tile.block_n * head_dim * 2
+    if uses_wgmma(sm, tile):
+        loop = queries + tile.num_stages * keys_and_values
+    else:
+        loop = queries + (tile.num_stages - 1) * keys_and_values + tile.block_m * tile.block_n * 2
+    return max(loop, tile.block_m * head_dim * 4)
+
+
+def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
+    """Into how many splits the keys are best cut.
+
+    Args:
+        programs: programs without splits.
+        key_tiles: tiles of keys that each of them walks over, cache full.
+        slots: programs that the GPU runs at once (multiprocessors x blocks on each).
+
+    Returns:
+        The number with the least rounds x (tiles in a round + 1); the 1 stands for a program's start and end, and one
+        more tile's time is charged for combining. The smallest on a tie.
+    """
+
+    def cost(splits: int) -> int:
+        rounds = -(-programs * splits // slots)
+        return rounds * (-(-key_tiles // splits) + 1) + (splits > 1)
+
+    return min(range(1, min(MAX_SPLITS, max(key_tiles, 1)) + 1), key=cost)

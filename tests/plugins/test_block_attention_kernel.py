@@ -1,0 +1,163 @@
+"""The Triton kernels of BlockAttention: numerics in Triton's interpreter, resources of the compiled cubins. No GPU.
+
+Triton reads TRITON_INTERPRET when a kernel is defined, so the numeric tests run in a process of their own: this file
+as a script. The parametrised test asks it for one group of cases at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dgcompile.plugins.block_attention.reference import block_attention as reference
+from tests.plugins.test_block_attention import random_case
+
+pytest.importorskip("triton", reason="triton (extra `build`) is not installed: NO kernel is tested")
+
+# Inputs are unit normal, outputs averages of values, so of size one at most a few. fp32: rounding of sums over at most
+# 512 products. fp16: the weights (at most 1) and the result (at most 4) are each rounded to 11 bits; the reference
+# gets the same rounded inputs. A wrong mask gives 1e-1.
+BOUNDS = {"float32": 1e-5, "float16": 4e-3}
+HEAD_DIMS = (32, 64, 128, 256, 512)
+# window, cache capacity, past_length of each row
+PASTS = [
+    (0, 40, [0, 1]),
+    (0, 40, [17, 40]),
+    (8, 8, [0, 7]),  # window - 1
+    (8, 8, [8, 9]),  # window, window + 1: the ring wraps
+    (8, 8, [100, 5]),
+    (1, 1, [0, 30]),
+    (8, 30, [25, 30]),  # a window over a cache that is no ring
+    (8, 20, [25, 19]),  # a ring larger than the window
+    (24, 24, [20, 23]),  # past + block longer than the window
+]
+
+
+def worst_errors(head_dim: int, dtype: str) -> dict[str, float]:
+    """Largest error of each case; runs in the interpreter's process."""
+    import torch
+
+    from dgcompile.plugins.block_attention.kernel import block_attention
+    from dgcompile.plugins.block_attention.tiles import Tile
+
+    errors = {}
+    scale = head_dim**-0.5
+    # Every window edge once, three kinds of past otherwise: masks depend on neither head_dim nor dtype.
+    every = head_dim == 32 and dtype == "float32"
+    for window, capacity, past in PASTS if every else [PASTS[1], PASTS[4], PASTS[8]]:
+        for causal in (True, False):
+            # 11 and 21 tokens fill no tile; 3 query heads to a KV head divide none either.
+            for tokens, heads, kv_heads, splits in [(11, 4, 2, 1), (21, 3, 1, 3)]:
+                arrays = random_case(np.random.default_rng(0), tokens, heads, kv_heads, head_dim, capacity, past)
+                arrays = {
+                    name: array if name == "past_length" else array.astype(dtype) for name, array in arrays.items()
+                }
+                expected = reference(**arrays, scale=scale, window=window, causal=causal)
+                actual = block_attention(
+                    *[torch.from_numpy(array) for array in arrays.values()],
+                    scale=scale,
+                    window=window,
+                    causal=causal,
+                    tile=Tile(16, 16, 4, 1),
+                    splits=splits,
+                ).numpy()
+                error = float(np.abs(actual.astype(np.float64) - expected).max())
+                # NaN is no JSON, and must fail.
+                case = f"window {window}, capacity {capacity}, past {past}, causal {causal}, {tokens} tokens"
+                errors[f"{case}, {splits} splits"] = error if np.isfinite(error) else 1e30
+    return errors
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_agrees_with_reference(head_dim: int) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.plugins.test_block_attention_kernel", str(head_dim)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    errors = json.loads(run.stdout)
+    assert errors.keys() == BOUNDS.keys()
+    for dtype, bound in BOUNDS.items():
+        assert len(errors[dtype]) >= 12
+        assert {case: error for case, error in errors[dtype].items() if error > bound} == {}, dtype
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("sm", [90, 120])
+def test_cubin(sm: int, head_dim: int, causal: bool) -> None:
+    from dgcompile.plugins.block_attention.kernel import attention_kernel, attention_signature
+    from dgcompile.plugins.block_attention.tiles import TILES, shared_memory_bytes, uses_wgmma
+    from dgcompile.plugins.compile import SHARED_MEMORY_LIMIT, compile_kernel
+
+    tile = TILES[sm][head_dim]
+    # The model's own layers: 16 query heads; 512-wide ones share 2 KV heads and have no window.
+    kv_heads, window = (2, 0) if head_dim == 512 else (8, 1024)
+    compiled = compile_kernel(
+        attention_kernel,
+        attention_signature("bf16"),
+        {
+            "KV_HEADS": kv_heads,
+            "GROUP": 16 // kv_heads,
+            "D": head_dim,
+            "WINDOW": window,
+            "CAUSAL": causal,
+            "SPLITS": 4,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        sm,
+        tile.num_warps,
+        tile.num_stages,
+    )
+    print(
+        f"sm {sm} head_dim {head_dim} causal {causal} {tile}: {compiled.registers} registers, "
+        f"{compiled.shared_bytes} bytes shared, {compiled.blocks_per_sm} blocks"
+    )
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= shared_memory_bytes(sm, head_dim, tile) <= SHARED_MEMORY_LIMIT[sm]
+    assert compiled.blocks_per_sm >= 1
+    assert ("wgmma.mma_async" in compiled.ptx) == uses_wgmma(sm, tile)
+    assert ("mma.sync" in compiled.ptx) != uses_wgmma(sm, tile)
+    assert f".target sm_{sm}a" in compiled.ptx
+    assert "cp.async" in compiled.ptx  # loads run ahead of the products
+
+
+@pytest.mark.parametrize("sm", [90, 120])
+def test_combine_cubin(sm: int) -> None:
+    from dgcompile.plugins.block_attention.kernel import COMBINE_ROWS, combine_kernel, combine_signature
+    from dgcompile.plugins.compile import compile_kernel
+
+    constants = {"D": 512, "SPLITS": 16, "ROWS": COMBINE_ROWS}
+    compiled = compile_kernel(combine_kernel, combine_signature("bf16"), constants, sm, 4, 2)
+    assert compiled.spilled_bytes == 0
+    assert compiled.arguments == ("partial_sums", "partial_stats", "output", "rows")
+
+
+def test_splits_fill_the_gpu() -> None:
+    from dgcompile.plugins.block_attention.tiles import choose_splits
+
+    assert choose_splits(programs=1000, key_tiles=20, slots=132) == 1
+    assert choose_splits(programs=32, key_tiles=40, slots=132) == 4
+    assert choose_splits(programs=1, key_tiles=1, slots=132) == 1
+
+
+def test_compile_needs_every_argument() -> None:
+    from dgcompile.plugins.block_attention.kernel import combine_kernel, combine_signature
+    from dgcompile.plugins.compile import compile_kernel
+
+    with pytest.raises(ValueError, match="combine_kernel takes"):
+        compile_kernel(combine_kernel, combine_signature("bf16"), {"D": 512}, 90, 4, 2)
+    with pytest.raises(ValueError, match="sm is 80"):
+        compile_kernel(combine_kernel, combine_signature("bf16"), {}, 80, 4, 2)
+
+
+if __name__ == "__main__":
+    print(json.dumps({dtype: worst_errors(int(sys.argv[1]), dtype) for dtype in BOUNDS}))
