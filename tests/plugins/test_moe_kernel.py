@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -101,10 +102,14 @@ def test_fp16_activations_compile(weight_format: WeightFormat) -> None:
     assert ("f32.e4m3.e4m3" if weight_format == "w4a8" else "f32.f16.f16") in compiled.ptx
 
 
-def test_the_same_bytes_twice() -> None:
+def test_the_same_bytes_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = steps("int4", 32, launch.tile_for(120, "int4", REAL))["down"]
-    types = launch.tensor_types("int4", "bf16")
-    assert launch.compile_launch(step, types, 120).cubin == launch.compile_launch(step, types, 120).cubin
+    cubins = []
+    for folder in ("first", "second"):  # or the second would come out of the cache
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder))
+        cubins.append(launch.compile_launch(step, launch.tensor_types("int4", "bf16"), 120).cubin)
+        assert list((tmp_path / folder).rglob("*.cubin"))
+    assert cubins[0] == cubins[1]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 255, 256, 5000])
