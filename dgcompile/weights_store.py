@@ -15,6 +15,9 @@ from dgcompile.safetensors_file import StoredTensor, lay_out
 WEIGHTS_FILE = "weights.safetensors"
 """Name of the store in a bundle."""
 
+JOURNAL_FILE = WEIGHTS_FILE + ".journal"
+"""Lies beside the store while it is written: which conversion it belongs to, then a line for each tensor on disk."""
+
 STORED_DTYPE: dict[WeightFormat, str] = {"fp32": "F32"}
 """Dtype of a weight in the store, per format, in safetensors' spelling."""
 

@@ -32,6 +32,7 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
+from dgcompile.weights_store import JOURNAL_FILE
 
 DEFAULT_MAX_CONTEXT = 8192
 """Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
@@ -39,6 +40,9 @@ DEFAULT_MAX_CONTEXT = 8192
 _BUNDLE_FILES = frozenset(
     {MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, *GRAPH_FILES.values()}
 )
+_LEFTOVERS = frozenset({JOURNAL_FILE, *(name + PARTIAL_SUFFIX for name in (*_BUNDLE_FILES, JOURNAL_FILE))})
+"""What a killed build may leave behind: these names and no others are ever removed."""
+
 _BUILD_PACKAGES = ("torch", "transformers", "onnx", "onnxscript")
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _RESUME = "run the same command again: it goes on where it stopped"
@@ -112,9 +116,7 @@ def check_buildable(target: Target, recipe: Recipe) -> None:
             expected="--target cpu",
         )
     recipe.check(target)
-    missing = [
-        name for name in ("torch", "transformers", "onnx", "onnxscript") if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in _BUILD_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed", fix="pip install 'dgcompile[build]'"
@@ -165,11 +167,7 @@ def _prepare_folder(folder: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     """Whether it is something that a build has beside the bundle's files while it runs."""
-    return path.name == LOCK_FILE or _is_leftover(path)
-
-
-def _is_leftover(path: Path) -> bool:
-    return path.name.endswith((PARTIAL_SUFFIX, WEIGHTS_FILE + ".journal"))
+    return path.name == LOCK_FILE or path.name in _LEFTOVERS
 
 
 def _take_over(folder: Path, wanted: Manifest, overwrite: bool) -> Manifest:
@@ -261,7 +259,7 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
     """Removes what killed builds and replaced bundles left behind: the bundle is its manifest and what that lists."""
     for path in folder.iterdir():
         stale = path.name in _BUNDLE_FILES and path.name != MANIFEST_FILE and path.name not in manifest.files
-        if path.is_file() and (stale or _is_leftover(path)):
+        if path.is_file() and (stale or path.name in _LEFTOVERS):
             path.unlink()
 
 

@@ -26,10 +26,7 @@ from dgcompile.files import PARTIAL_SUFFIX, sync_folder, write_atomically
 from dgcompile.progress import Advance, Progress
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import DTYPE_BITS, StoredTensor
-from dgcompile.weights_store import WEIGHTS_FILE, store_layout
-
-JOURNAL_FILE = WEIGHTS_FILE + ".journal"
-"""Lies beside the partial file: which conversion it belongs to, then a line for each tensor that is on disk."""
+from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, store_layout
 
 _PIECE_ELEMENTS = 4 << 20
 _FLUSH_BYTES = 256 << 20

@@ -197,6 +197,10 @@ def test_a_folder_that_is_no_bundle_is_never_touched(checkpoint: Path, tmp_path:
     assert content(folder) == {"thesis.txt": b"the only copy"}
     with pytest.raises(BundleError, match="not a bundle and not empty"):
         cpu_build(checkpoint, checkpoint, overwrite=overwrite)
+    (folder / "thesis.txt").rename(folder / "thesis.partial")
+    with pytest.raises(BundleError, match=r"holds thesis\.partial"):
+        cpu_build(checkpoint, folder, overwrite=overwrite)
+    assert content(folder) == {"thesis.partial": b"the only copy"}
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(checkpoint: Path, tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from dgcompile.errors import CheckpointError, StageError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Advance, Progress
 from dgcompile.quantize import convert
-from dgcompile.quantize.convert import JOURNAL_FILE, convert_weights
+from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import read_header
-from dgcompile.weights_store import WEIGHTS_FILE, plan_store
+from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, plan_store
 from tests.tiny_checkpoint import TENSORS_PER_CHECKPOINT, split, tiny_config, tiny_tensors, write_checkpoint
 
 EXPERTS = "model.decoder.layers.1.experts.down_proj"
