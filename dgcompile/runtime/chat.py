@@ -2,7 +2,8 @@
 
 What a template may use is what transformers offers: ``{% break %}`` and ``{% continue %}``, ``{% generation %}``,
 ``raise_exception``, ``strftime_now``, ``tojson``, ``messages``, ``tools``, ``documents``, ``add_generation_prompt`` and
-the special tokens' names. Beyond the sandbox's own limits, the number of loop iterations and calls is bounded.
+the special tokens' names. Beyond the sandbox's own limits, the number of loop iterations and calls is bounded,
+and so is what one multiplication or power can make.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from dgcompile.errors import BundleError, RequestError
 
 MAX_STEPS = 1_000_000
 """Loop iterations and calls that one rendering may take; a long chat takes some thousands."""
+
+_MAX_BITS = 4096
+"""Of the integers that a multiplication or power may give: 9 ** (9 ** 9) alone would run for hours."""
 
 _MAX_DEPTH = 64
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -134,6 +138,9 @@ class _Refused(jinja2.TemplateError):
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox with transformers' additions and a budget of loop iterations and calls."""
 
+    # jinja then does not compute them while compiling either.
+    intercepted_binops = frozenset({"*", "**"})
+
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
         # Per thread: a server renders several chats at once.
@@ -166,6 +173,17 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             # A recursive loop calls itself with its next items, past the parser's wrapping.
             args = (__self.counted(args[0]), *args[1:])
         return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_BITS:
+                raise jinja2.exceptions.SecurityError(f"it computes an integer of more than {_MAX_BITS} bits")
+        elif operator == "*":
+            items, times = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(times, int) and isinstance(items, (str, list, tuple)) and len(items) * times > MAX_STEPS:
+                raise jinja2.exceptions.SecurityError(f"it repeats something to more than {MAX_STEPS} items")
+        return super().call_binop(context, operator, left, right)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         # jinja2 itself complains only when the result is used, and prints it as nothing.

@@ -147,6 +147,20 @@ def test_endless_work_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch)
         ChatTemplate("{{ range(10**9) }}").render(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["9 ** (9 ** 9)", "n ** (9 ** 9)", "'x' * 10 ** 10", "10 ** 10 * 'x'", "[n] * 10 ** 10", "2 ** 4000 * 2 ** 4000"],
+)
+def test_one_operation_cannot_make_something_huge(expression: str) -> None:
+    with pytest.raises(RequestError, match="does what a template must not"):
+        ChatTemplate("{% set n = messages | length + 8 %}{{ " + expression + " }}").render(MESSAGES)
+
+
+def test_ordinary_arithmetic_is_python_s() -> None:
+    template = ChatTemplate("{{ 2 ** 10 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ 1.5 * 2 }} {{ 2 ** -1 }} {{ 'x' * -1 }}.")
+    assert template.render(MESSAGES) == "1024 ababab [1, 1] 3.0 0.5 ."
+
+
 def test_the_budget_is_for_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_STEPS", 100)
     template = ChatTemplate("{% for i in range(90) %}.{% endfor %}")
