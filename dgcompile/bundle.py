@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from dgcompile.config_file import parse_json, read_bytes, validation_error
+from dgcompile.contract import GRAPH_FILES as GRAPH_FILES
 from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.errors import BundleError
 from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
@@ -40,7 +41,6 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_CONFIG_FILE = "generation_config.json"
-GRAPH_FILES: dict[GraphName, str] = {"encoder": "encoder.onnx", "denoiser": "denoiser.onnx"}
 
 StageName = Literal["assets", "trace", "weights", "engine"]
 STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "engine")
@@ -351,7 +351,7 @@ def check_machine(manifest: Manifest, folder: Path) -> None:
 
 def version_key(version: str) -> tuple[int, ...]:
     """Orders versions by their leading numbers: "1.23.2+cpu" -> (1, 23, 2)."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
+    numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version)  # a manifest's may have more digits than int() reads
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 
 

@@ -16,6 +16,9 @@ Axis = int | str
 DType = Literal["float32", "float16", "bfloat16", "int32", "bool"]
 GraphName = Literal["encoder", "denoiser"]
 
+GRAPH_FILES: dict[GraphName, str] = {"encoder": "encoder.onnx", "denoiser": "denoiser.onnx"}
+"""Names of the two graphs in a bundle."""
+
 
 class TensorSpec(BaseModel):
     """One graph input or output: its name, dtype and shape (an axis is a number or a symbol)."""

@@ -287,6 +287,9 @@ def test_an_onnxruntime_that_is_too_old_is_refused(folder: Path) -> None:
     text = refusal(folder)
     assert "onnxruntime 999.0.0 or newer" in text
     assert "opset 21" in text
+    with edited(folder) as content:
+        content["engine"]["oldest_version"] = "9" * 5000  # more digits than int() reads
+    assert "or newer" in refusal(folder)
     # Built with a newer one than this machine has, but not needing it, is fine.
     with edited(folder) as content:
         content["engine"] |= {"version": "999.0.0", "oldest_version": "1.22.0"}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dgcompile.bundle import GRAPH_FILES
-from dgcompile.contract import GraphName
+from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 

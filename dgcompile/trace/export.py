@@ -26,7 +26,7 @@ from dgcompile.trace.modules import DenoiserGraph, EncoderGraph
 from dgcompile.trace.nodes import ONNX_DOMAIN, ONNX_DOMAIN_VERSION, TRANSLATIONS
 
 IR_VERSION = 10
-"""ONNX IR version of the files: the first with opset 21 and 4-bit integers, read by onnxruntime 1.20 and later."""
+"""ONNX IR version of the files: the first with opset 21 and 4-bit integers, read by onnxruntime 1.18 and later."""
 
 INLINE_LIMIT = 64 * 1024
 """Largest constant in bytes that may lie in the graph itself; anything larger belongs into the weights store."""
