@@ -87,7 +87,7 @@ def verify(
     return VerifyReport(
         bundle=str(bundle),
         checkpoint=str(source.path),
-        same_checkpoint=source.fingerprint() == pipeline.bundle.manifest.checkpoint,
+        same_checkpoint=source.fingerprint(progress) == pipeline.bundle.manifest.checkpoint,
         errors=comparison.sums.errors,
         step_shares=tuple(
             StepShare(step=step, canvases=canvases, identical=identical)
