@@ -123,6 +123,7 @@ class Manifest(_Frozen):
         dgcompile_version: that started the build.
         checkpoint: fingerprint of the checkpoint's content.
         max_context: most tokens, prompt and answer together, that one row may have.
+        max_batch: most rows of one engine call; None where the engines take any number.
         graphs: filled in by the trace stage.
         engine: filled in by the engine stage.
         stages: every stage of :data:`STAGES`.
@@ -135,6 +136,7 @@ class Manifest(_Frozen):
     target: Target
     recipe: Recipe
     max_context: PositiveInt
+    max_batch: PositiveInt | None = None
     graphs: dict[GraphName, GraphRecord] = {}
     engine: EngineLibrary | None = None
     stages: dict[StageName, StageRecord] = {name: StageRecord() for name in STAGES}
@@ -291,6 +293,11 @@ class Bundle:
     def max_context(self) -> int:
         """Most tokens, prompt and answer together, that one row may have."""
         return self.manifest.max_context
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most rows of one engine call; None where the engines take any number."""
+        return self.manifest.max_batch
 
     def graph_file(self, graph: GraphName) -> Path:
         """One of the two ONNX graphs."""

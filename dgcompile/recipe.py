@@ -12,7 +12,8 @@ from dgcompile.config_file import data_file_names, find_data_file, read_yaml
 from dgcompile.errors import RecipeError
 from dgcompile.target import Target
 
-WeightFormat = Literal["fp32"]
+WeightFormat = Literal["fp32", "bf16"]
+ActivationDType = Literal["float32", "bfloat16"]
 WeightClass = Literal["experts", "attention", "dense_mlp", "self_conditioning", "embedding", "router", "norms"]
 
 _CLASS_PATTERNS: dict[WeightClass, str] = {
@@ -73,7 +74,7 @@ class Recipe(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     title: str
-    activation_dtype: Literal["float32"]
+    activation_dtype: ActivationDType
     weights: WeightFormats
 
     @classmethod
@@ -92,11 +93,11 @@ class Recipe(BaseModel):
         Raises:
             RecipeError: names recipe, target and the class of weight.
         """
-        if not target.weight_formats:
+        if self.activation_dtype not in target.activation_dtypes:
             raise RecipeError(
-                f"recipe {self.name!r} cannot run on target {target.name!r}: this version of dgcompile has no "
-                f"{target.backend} backend",
-                fix="build for --target cpu",
+                f"recipe {self.name!r} computes in {self.activation_dtype}, which target {target.name!r} does not",
+                expected=f"one of {', '.join(target.activation_dtypes)}",
+                fix=f"--recipe {target.default_recipe}",
             )
         for weight_class, weight_format in self.weights:
             if weight_format not in target.weight_formats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dgcompile.config_file import data_file_names, find_data_file, read_yaml
 from dgcompile.errors import TargetError
@@ -25,9 +25,11 @@ class Target(BaseModel):
         compute_capability: CUDA's, such as "9.0"; None off the GPU.
         memory_bytes: device memory; None where it depends on the machine.
         memory_bandwidth: bytes per second; None where it depends on the machine.
+        multiprocessors: streaming multiprocessors of the GPU; None off the GPU.
         flops: dense FLOP/s (a multiply-add is two) per precision of the multiplied numbers, accumulated in float32.
-        weight_formats: what a recipe may store weights as for this target; empty while this version of dgcompile
-            cannot build for it.
+        weight_formats: what a recipe may store weights as for this target.
+        activation_dtypes: what a recipe may compute in on this target.
+        default_recipe: the recipe of a build that names none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,8 +40,29 @@ class Target(BaseModel):
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d$")] | None = None
     memory_bytes: Annotated[int, Field(strict=True, gt=0)] | None = None
     memory_bandwidth: Positive | None = None
+    multiprocessors: Annotated[int, Field(strict=True, gt=0)] | None = None
     flops: dict[Precision, Positive] = {}
-    weight_formats: tuple[str, ...] = ()
+    weight_formats: tuple[str, ...]
+    activation_dtypes: tuple[str, ...]
+    default_recipe: str
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Target:
+        if self.backend != "onnxruntime" and (self.compute_capability is None or self.multiprocessors is None):
+            raise ValueError(f"a target of the {self.backend} backend needs compute_capability and multiprocessors")
+        return self
+
+    @property
+    def sm(self) -> int:
+        """The compute capability as one number, such as 120.
+
+        Raises:
+            TargetError: this is no GPU.
+        """
+        if self.compute_capability is None:
+            raise TargetError(f"target {self.name} is no GPU", expected="a target with a compute_capability")
+        major, minor = self.compute_capability.split(".")
+        return int(major) * 10 + int(minor)
 
     @classmethod
     def load(cls, source: str | Path) -> Target:

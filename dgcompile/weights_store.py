@@ -18,7 +18,7 @@ WEIGHTS_FILE = "weights.safetensors"
 JOURNAL_FILE = WEIGHTS_FILE + ".journal"
 """Lies beside the store while it is written: which conversion it belongs to, then a line for each tensor on disk."""
 
-STORED_DTYPE: dict[WeightFormat, str] = {"fp32": "F32"}
+STORED_DTYPE: dict[WeightFormat, str] = {"fp32": "F32", "bf16": "BF16"}
 """Dtype of a weight in the store, per format, in safetensors' spelling."""
 
 

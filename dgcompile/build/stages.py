@@ -192,7 +192,8 @@ def _trace(job: Job, manifest: Manifest) -> Made:
     from dgcompile.trace import trace_graphs
 
     spec, recipe = manifest.spec, manifest.recipe
-    trace_graphs(job.checkpoint.config, spec, plan_store(spec, recipe), job.folder, job.progress)
+    store = plan_store(spec, recipe)
+    trace_graphs(job.checkpoint.config, spec, store, recipe.activation_dtype, job.folder, job.progress)
     graphs = {
         graph: read_graph(job.folder / file, graph, spec, recipe.activation_dtype)
         for graph, file in GRAPH_FILES.items()

@@ -101,19 +101,20 @@ def _conversion_key(
 
 
 def _convert(name: str, source: StoredTensor, target: StoredTensor, writer: _StoreWriter, advance: Advance) -> str:
-    """Converts one tensor to float32 and appends it; returns the SHA-256 of its source bytes."""
+    """Converts one tensor to the dtype of its place and appends it; returns the SHA-256 of its source bytes."""
     digest = hashlib.sha256()
     written = 0
     for piece in _pieces(name, source):
         digest.update(piece)
-        values = torch.frombuffer(piece, dtype=getattr(torch, READABLE_DTYPES[source.dtype])).to(torch.float32)
+        values = torch.frombuffer(piece, dtype=getattr(torch, READABLE_DTYPES[source.dtype]))
+        values = values.to(getattr(torch, READABLE_DTYPES[target.dtype]))
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(
                 f"{name} in {source.file} holds NaN or infinity",
                 expected="finite weights",
                 fix="fetch the checkpoint again, or go back to one that was saved before training diverged",
             )
-        data = values.numpy().data.cast("B")
+        data = values.view(torch.uint8).numpy().data
         writer.append(data)
         written += len(data)
         advance(len(data))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
+from dgcompile.recipe import ActivationDType
 
 if TYPE_CHECKING:
     from dgcompile.safetensors_file import StoredTensor
@@ -18,6 +19,7 @@ def trace_graphs(
     config: Mapping[str, Any],
     spec: ModelSpec,
     store: Mapping[str, StoredTensor],
+    dtype: ActivationDType,
     folder: Path,
     progress: Progress | None = None,
 ) -> None:
@@ -27,6 +29,7 @@ def trace_graphs(
         config: the parsed ``config.json``.
         spec: the same as a ModelSpec.
         store: where each tensor lies in ``weights.safetensors`` (see :func:`dgcompile.weights_store.plan_store`).
+        dtype: of activations, KV cache and self-conditioning.
         folder: the bundle.
         progress: told of each half-step.
 
@@ -41,7 +44,7 @@ def trace_graphs(
 
     with (progress or Progress()).task("trace", total=5) as advance:
         check_transformers()
-        model, fake = weightless_model(config)
+        model, fake = weightless_model(config, dtype)
         swap_modules(model)
         advance()
         modules: dict[GraphName, EncoderGraph | DenoiserGraph] = {
@@ -49,7 +52,7 @@ def trace_graphs(
             "denoiser": DenoiserGraph(model),
         }
         for graph, module in modules.items():
-            program = export_program(graph, module, spec, fake)
+            program = export_program(graph, module, spec, dtype, fake)
             advance()
-            write_onnx(to_onnx(graph, program, spec, store), folder / GRAPH_FILES[graph])
+            write_onnx(to_onnx(graph, program, spec, dtype, store), folder / GRAPH_FILES[graph])
             advance()

@@ -20,6 +20,7 @@ from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_output
 from dgcompile.errors import TraceError
 from dgcompile.files import write_atomically
 from dgcompile.model_spec import ModelSpec
+from dgcompile.recipe import ActivationDType
 from dgcompile.safetensors_file import StoredTensor
 from dgcompile.trace.functions import OPSET, function_protos
 from dgcompile.trace.modules import DenoiserGraph, EncoderGraph
@@ -31,12 +32,16 @@ IR_VERSION = 10
 INLINE_LIMIT = 64 * 1024
 """Largest constant in bytes that may lie in the graph itself; anything larger belongs into the weights store."""
 
-_TORCH_DTYPES = {"int32": torch.int32, "float32": torch.float32}
+_TORCH_DTYPES = {"int32": torch.int32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 
 
 def export_program(
-    graph: GraphName, module: EncoderGraph | DenoiserGraph, spec: ModelSpec, fake: FakeTensorMode
+    graph: GraphName,
+    module: EncoderGraph | DenoiserGraph,
+    spec: ModelSpec,
+    dtype: ActivationDType,
+    fake: FakeTensorMode,
 ) -> ExportedProgram:
     """Traces one of the two modules with dynamic batch, prompt length and cache capacities; runnable in torch.
 
@@ -44,9 +49,10 @@ def export_program(
         graph: which graph the module is.
         module: the module around the swapped model.
         spec: the model's shape.
+        dtype: of activations, KV cache and self-conditioning.
         fake: the fake mode of the model's parameters.
     """
-    inputs = graph_inputs(graph, spec, "float32")
+    inputs = graph_inputs(graph, spec, dtype)
     # Sizes are all different and none is 1, so that torch does not take two axes for the same or for a constant one.
     symbols = list(dict.fromkeys(axis for tensor in inputs for axis in tensor.shape if isinstance(axis, str)))
     sizes = {symbol: 2 if symbol == "batch" else 5 + index for index, symbol in enumerate(symbols)}
@@ -72,7 +78,13 @@ def export_program(
         return torch.export.export(module, arguments(tensors), dynamic_shapes=arguments(dynamic), strict=False)
 
 
-def to_onnx(graph: GraphName, program: ExportedProgram, spec: ModelSpec, store: Mapping[str, StoredTensor]) -> ir.Model:
+def to_onnx(
+    graph: GraphName,
+    program: ExportedProgram,
+    spec: ModelSpec,
+    dtype: ActivationDType,
+    store: Mapping[str, StoredTensor],
+) -> ir.Model:
     """Converts a traced program: custom nodes, contract names, weights as references, constants folded.
 
     Raises:
@@ -90,7 +102,7 @@ def to_onnx(graph: GraphName, program: ExportedProgram, spec: ModelSpec, store: 
     assert exported is not None  # with dynamo=True and no file name, the program is returned
     model = exported.model
     model.ir_version = IR_VERSION
-    _name_values(model, graph_inputs(graph, spec, "float32"), graph_outputs(graph, spec, "float32"))
+    _name_values(model, graph_inputs(graph, spec, dtype), graph_outputs(graph, spec, dtype))
     _fold_constants(model, _take_out_weights(model, store))
     _check_constants(graph, model)
     for proto in function_protos():
@@ -152,21 +164,26 @@ def _take_out_weights(model: ir.Model, store: Mapping[str, StoredTensor]) -> lis
         if shape != stored.shape:
             raise TraceError(f"{canonical} has shape {list(shape)} in the graph", expected=f"{list(stored.shape)}")
         if canonical not in weights:
-            weights[canonical] = ir.Value(
-                name=canonical,
-                shape=ir.Shape(stored.shape),
-                type=ir.TensorType(_STORED_DTYPES[stored.dtype]),
-                const_value=ir.ExternalTensor(
-                    location=stored.file.name,
-                    offset=stored.offset,
-                    length=stored.nbytes,
-                    dtype=_STORED_DTYPES[stored.dtype],
-                    shape=ir.Shape(stored.shape),
-                    name=canonical,
-                ),
-            )
-        value.replace_all_uses_with(weights[canonical])
+            weights[canonical] = _reference(canonical, stored)
+        replacement = weights[canonical]
+        if value.dtype != replacement.dtype:
+            # Stored in another dtype than it is computed with.
+            cast = ir.node("Cast", [replacement], attributes={"to": value.dtype}, name=f"cast {canonical}")
+            cast.outputs[0].name, cast.outputs[0].shape = f"{canonical} as {value.dtype}", value.shape
+            cast.outputs[0].type = value.type
+            model.graph.insert_before(model.graph[0], cast)
+            replacement = cast.outputs[0]
+        value.replace_all_uses_with(replacement)
     return list(weights.values())
+
+
+def _reference(name: str, stored: StoredTensor) -> ir.Value:
+    """An initializer whose bytes lie in the store."""
+    dtype, shape = _STORED_DTYPES[stored.dtype], ir.Shape(stored.shape)
+    place = ir.ExternalTensor(
+        location=stored.file.name, offset=stored.offset, length=stored.nbytes, dtype=dtype, shape=shape, name=name
+    )
+    return ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=place)
 
 
 def _stored_key(name: str) -> str:

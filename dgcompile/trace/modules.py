@@ -96,7 +96,7 @@ class MixtureOfExpertsModule(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
         output: Tensor = mixture_of_experts(
-            hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj
+            hidden_states, top_k_index.to(torch.int32), top_k_weights, self.gate_up_proj, self.down_proj
         )
         return output
 

@@ -21,7 +21,8 @@ DOMAIN = Opset(ONNX_DOMAIN, ONNX_DOMAIN_VERSION)
 _TYPES = [
     ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "hidden states, keys and values"),
     ("W", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(uint8)"], "expert weights"),
-    ("I", ["tensor(int32)", "tensor(int64)"], "lengths and expert ids"),
+    ("R", ["tensor(float)"], "routing weights"),
+    ("I", ["tensor(int32)"], "lengths and expert ids"),
 ]
 
 
@@ -46,7 +47,7 @@ _BLOCK_ATTENTION = _operator(
 )
 _MIXTURE_OF_EXPERTS = _operator(
     "MixtureOfExperts",
-    {"hidden": "T", "expert_ids": "I", "expert_weights": "T", "gate_up": "W", "down": "W"},
+    {"hidden": "T", "expert_ids": "I", "expert_weights": "R", "gate_up": "W", "down": "W"},
     {
         "activation": OpSchema.AttrType.STRING,
         "weight_format": OpSchema.AttrType.STRING,
