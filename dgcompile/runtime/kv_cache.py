@@ -88,11 +88,24 @@ class KVCache:
 
 def _write_ring(ring: Array, tokens: Array, start: int) -> None:
     """Writes ``tokens`` [n, ...] at positions ``start`` .. into ``ring`` [C, ...]; of more than C only the last C."""
-    capacity = len(ring)
-    if len(tokens) > capacity:
-        start += len(tokens) - capacity
-        tokens = tokens[-capacity:]
-    slot = start % capacity
-    until_wrap = min(len(tokens), capacity - slot)
-    ring[slot : slot + until_wrap] = tokens[:until_wrap]
-    ring[: len(tokens) - until_wrap] = tokens[until_wrap:]
+    for source, slot, count in ring_pieces(start, len(tokens), len(ring)):
+        ring[slot : slot + count] = tokens[source : source + count]
+
+
+def ring_pieces(start: int, count: int, capacity: int) -> list[tuple[int, int, int]]:
+    """How ``count`` new tokens at positions ``start`` .. fall into a ring: one piece, or two when they wrap.
+
+    Args:
+        start: position of the first of them.
+        count: how many; of more than ``capacity`` only the last ``capacity`` are kept.
+        capacity: slots of the ring.
+
+    Returns:
+        Per piece: the first of its tokens (0 is the one at ``start``), the slot it goes to, how many it has.
+    """
+    skipped = max(0, count - capacity)
+    count -= skipped
+    slot = (start + skipped) % capacity
+    until_wrap = min(count, capacity - slot)
+    pieces = [(skipped, slot, until_wrap), (skipped + until_wrap, 0, count - until_wrap)]
+    return [piece for piece in pieces if piece[2]]

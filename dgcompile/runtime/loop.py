@@ -91,6 +91,8 @@ def generate(
 ) -> list[GenerationResult]:
     """Generates an answer to each prompt.
 
+    More prompts than the session's ``max_batch`` are generated group by group, prompts of similar length together.
+
     Args:
         session: the loaded model.
         prompts: token ids, at least one prompt of at least one token.
@@ -105,14 +107,25 @@ def generate(
         RequestError: a prompt, a seed or the length asked for is impossible; found before any work is done.
         EngineError: the engine failed or returned numbers that are not finite.
     """
-    spec = session.spec
-    canvases = -(-config.max_new_tokens // spec.canvas_length)
     rows = _check_request(session, prompts, config, seeds)
-    # Longest first, so that the rows which still have prompt tokens to encode are always the first rows of the batch.
+    # Longest first, so that the rows which still have prompt tokens to encode are always the first rows of a batch.
     rows.sort(key=lambda row: -len(row.prompt))
+    group = session.max_batch or len(rows)
+    results: dict[int, GenerationResult] = {}
+    for start in range(0, len(rows), group):
+        results |= _generate_group(session, rows[start : start + group], config, on_step)
+    return [results[index] for index in range(len(rows))]
+
+
+def _generate_group(
+    session: Session, rows: list[_Row], config: GenerationConfig, on_step: Callable[[StepEvent], None] | None
+) -> dict[int, GenerationResult]:
+    """Generates the answers of rows that form one batch, the longest prompt first; results by the rows' index."""
+    length = session.spec.canvas_length
+    canvases = -(-config.max_new_tokens // length)
     # The last canvas is never committed, so it needs no room.
-    batch = session.new_batch(len(rows), len(rows[0].prompt) + (canvases - 1) * spec.canvas_length)
-    results: list[GenerationResult | None] = [None] * len(rows)
+    batch = session.new_batch(len(rows), len(rows[0].prompt) + (canvases - 1) * length)
+    results: dict[int, GenerationResult] = {}
 
     encode_prompts(session, batch, [row.prompt for row in rows])
     for row in rows:
@@ -128,10 +141,10 @@ def generate(
         rows, canvas_ids = _drop_finished(batch, rows, canvas_ids)
         if not rows:
             break
-        session.encode(batch, canvas_ids, np.full(len(rows), spec.canvas_length, dtype=np.int32))
+        session.encode(batch, canvas_ids, np.full(len(rows), length, dtype=np.int32))
         for row in rows:
             row.encoder_calls += 1
-    return [result for result in results if result is not None]
+    return results
 
 
 def encode_prompts(

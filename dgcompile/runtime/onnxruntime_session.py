@@ -15,7 +15,7 @@ from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_output
 from dgcompile.errors import BundleError, EngineError, RequestError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.kv_cache import Array, KVCache
-from dgcompile.runtime.session import Batch
+from dgcompile.runtime.session import Batch, HostBatch
 
 _ENCODER_FILE = GRAPH_FILES["encoder"]
 _DENOISER_FILE = GRAPH_FILES["denoiser"]
@@ -70,12 +70,18 @@ class OnnxRuntimeSession:
         """Tokens (prompt and whole canvases) that a row may hold at most."""
         return self._max_context
 
-    def new_batch(self, rows: int, capacity: int) -> Batch:
+    @property
+    def max_batch(self) -> None:
+        """Rows that a batch may have at most: no limit but the machine's memory."""
+        return None
+
+    def new_batch(self, rows: int, capacity: int) -> HostBatch:
         """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each."""
-        return Batch(self._spec, KVCache(self._spec, rows, capacity, self._dtype), self._dtype)
+        return HostBatch(self._spec, KVCache(self._spec, rows, capacity, self._dtype), self._dtype)
 
     def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
         """Runs the encoder on rows 0 .. R-1 and commits the new tokens, as :meth:`Session.encode` says."""
+        assert isinstance(batch, HostBatch), "a batch belongs to the session that made it"
         rows, new_tokens = input_ids.shape
         keys, values = (
             [
@@ -101,6 +107,7 @@ class OnnxRuntimeSession:
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         """Runs one denoising step on rows ``first`` .. ``last``, as :meth:`Session.denoise` says."""
+        assert isinstance(batch, HostBatch), "a batch belongs to the session that made it"
         where = (batch.parity, first, last)
         binding = batch.bindings.get(where)
         if binding is None:
@@ -108,7 +115,7 @@ class OnnxRuntimeSession:
         _run(self._denoiser, binding, _DENOISER_FILE)
         batch.swap()
 
-    def _bind_denoiser(self, batch: Batch, rows: slice) -> onnxruntime.IOBinding:
+    def _bind_denoiser(self, batch: HostBatch, rows: slice) -> onnxruntime.IOBinding:
         inputs: dict[str, Array] = {
             "canvas_ids": batch.canvas_ids[rows],
             "self_conditioning": batch.self_conditioning[rows],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +14,87 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.kv_cache import Array, KVCache
 
 
-class Batch:
-    """State of B rows that are generated together: their KV cache and every buffer of the denoiser, allocated once.
+class Cache(Protocol):
+    """The KV cache of a batch's rows; see :class:`~dgcompile.runtime.kv_cache.KVCache` for what it means.
+
+    Attributes:
+        past_length: int32 [B], tokens that each row holds.
+    """
+
+    past_length: npt.NDArray[np.int32]
+
+    @property
+    def keys(self) -> Sequence[Array]:
+        """Per layer [B, C_i, Hkv_i, D_i]; a copy where the cache lies in device memory."""
+
+    @property
+    def values(self) -> Sequence[Array]:
+        """Like ``keys``."""
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copies row ``source`` over row ``target``."""
+
+
+class Batch(ABC):
+    """State of B rows that are generated together, as the loop sees it. Only sessions make batches.
+
+    Attributes:
+        cache: the rows' KV cache.
+        canvas_length: L.
+        temperature, entropy_bound: float32 [B], inputs of the next step.
+        uniform: float32 [B, L] in [0, 1); noise_ids: int32 [B, L]; random numbers of the next step.
+        argmax_ids: int32 [B, L]; accepted: bool [B, L]; entropy: float32 [B, L]; results of the last step.
+        parity: which of the two copies of canvas and self-conditioning the next step reads.
+    """
+
+    cache: Cache
+    canvas_length: int
+    temperature: npt.NDArray[np.float32]
+    entropy_bound: npt.NDArray[np.float32]
+    uniform: npt.NDArray[np.float32]
+    noise_ids: npt.NDArray[np.int32]
+    argmax_ids: npt.NDArray[np.int32]
+    accepted: npt.NDArray[np.bool_]
+    entropy: npt.NDArray[np.float32]
+    parity: int = 0
+
+    @property
+    @abstractmethod
+    def canvas_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [B, L]: the canvases that the next denoising step reads."""
+
+    @property
+    @abstractmethod
+    def self_conditioning(self) -> Array:
+        """[B, L, H]: the self-conditioning that the next denoising step reads; all zeros on a canvas's first step.
+
+        A copy where it lies in device memory.
+        """
+
+    def start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
+        """Starts a canvas in rows 0 .. R-1: takes the initial ``canvas_ids`` [R, L] and zeroes the self-conditioning.
+
+        Raises:
+            RequestError: the canvases have another length than the model's.
+        """
+        if canvas_ids.shape[1:] != (self.canvas_length,):
+            raise RequestError(
+                f"a canvas of {canvas_ids.shape[-1]} tokens was given",
+                expected=f"{self.canvas_length}, the length that the model was trained with",
+            )
+        self._start_canvas(canvas_ids)
+
+    @abstractmethod
+    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
+        """:meth:`start_canvas` with canvases of the right length."""
+
+    def swap(self) -> None:
+        """Makes what the last denoising step wrote the input of the next; sessions call it after each step."""
+        self.parity = 1 - self.parity
+
+
+class HostBatch(Batch):
+    """A batch in host memory: its KV cache and every buffer of the denoiser, allocated once.
 
     Canvas and self-conditioning exist twice: a denoising step reads one copy and writes the other, then they change
     places, so that nothing is copied between steps.
@@ -25,25 +105,23 @@ class Batch:
         dtype: dtype of the self-conditioning signal.
 
     Attributes:
-        temperature, entropy_bound: float32 [B], inputs of the next step.
-        uniform: float32 [B, L] in [0, 1); noise_ids: int32 [B, L]; random numbers of the next step.
-        argmax_ids: int32 [B, L]; accepted: bool [B, L]; entropy: float32 [B, L]; results of the last step.
         bindings: what a session keeps about this batch's buffers; nobody else touches it.
     """
+
+    cache: KVCache
 
     def __init__(self, spec: ModelSpec, cache: KVCache, dtype: npt.DTypeLike) -> None:
         rows, length = cache.batch, spec.canvas_length
         self.cache = cache
         self.canvas_length = length
-        self.temperature: npt.NDArray[np.float32] = np.ones(rows, dtype=np.float32)
-        self.entropy_bound: npt.NDArray[np.float32] = np.zeros(rows, dtype=np.float32)
-        self.uniform: npt.NDArray[np.float32] = np.zeros((rows, length), dtype=np.float32)
-        self.noise_ids: npt.NDArray[np.int32] = np.zeros((rows, length), dtype=np.int32)
-        self.argmax_ids: npt.NDArray[np.int32] = np.zeros((rows, length), dtype=np.int32)
-        self.accepted: npt.NDArray[np.bool_] = np.zeros((rows, length), dtype=np.bool_)
-        self.entropy: npt.NDArray[np.float32] = np.zeros((rows, length), dtype=np.float32)
+        self.temperature = np.ones(rows, dtype=np.float32)
+        self.entropy_bound = np.zeros(rows, dtype=np.float32)
+        self.uniform = np.zeros((rows, length), dtype=np.float32)
+        self.noise_ids = np.zeros((rows, length), dtype=np.int32)
+        self.argmax_ids = np.zeros((rows, length), dtype=np.int32)
+        self.accepted = np.zeros((rows, length), dtype=np.bool_)
+        self.entropy = np.zeros((rows, length), dtype=np.float32)
         self.bindings: dict[Hashable, Any] = {}
-        self.parity = 0
         self._canvas_ids: list[npt.NDArray[np.int32]] = [np.zeros((rows, length), dtype=np.int32) for _ in range(2)]
         self._self_conditioning: list[Array] = [
             np.zeros((rows, length, spec.hidden_size), dtype=dtype) for _ in range(2)
@@ -69,24 +147,10 @@ class Batch:
         """[B, L, H]: the buffer that the next denoising step writes."""
         return self._self_conditioning[1 - self.parity]
 
-    def start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
-        """Starts a canvas in rows 0 .. R-1: takes the initial ``canvas_ids`` [R, L] and zeroes the self-conditioning.
-
-        Raises:
-            RequestError: the canvases have another length than the model's.
-        """
-        if canvas_ids.shape[1:] != (self.canvas_length,):
-            raise RequestError(
-                f"a canvas of {canvas_ids.shape[-1]} tokens was given",
-                expected=f"{self.canvas_length}, the length that the model was trained with",
-            )
+    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
         self.canvas_ids[: len(canvas_ids)] = canvas_ids
         # Zeros mean "no signal". The signal of zero logits (the mean embedding) would be something else.
         self.self_conditioning[: len(canvas_ids)] = 0
-
-    def swap(self) -> None:
-        """Makes what the last denoising step wrote the input of the next; sessions call it after each step."""
-        self.parity = 1 - self.parity
 
 
 class Session(Protocol):
@@ -100,8 +164,17 @@ class Session(Protocol):
     def max_context(self) -> int:
         """Tokens (prompt and whole canvases) that a row may hold at most."""
 
+    @property
+    def max_batch(self) -> int | None:
+        """Rows that a batch may have at most; None when there is no limit."""
+
     def new_batch(self, rows: int, capacity: int) -> Batch:
-        """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each."""
+        """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each.
+
+        Raises:
+            RequestError: more rows or tokens than the session has room for.
+            EngineError: the memory does not suffice.
+        """
 
     def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
         """Runs the encoder on rows 0 .. R-1 and commits the new tokens to their caches.

@@ -70,6 +70,7 @@ class _TappedSession:
         self._session = session
         self.spec = session.spec
         self.max_context = session.max_context
+        self.max_batch = session.max_batch
         self.encode = session.encode
         self.denoise = session.denoise
         self.batch: Batch | None = None

@@ -43,6 +43,10 @@ class WatchedSession:
     def max_context(self) -> int:
         return self.session.max_context
 
+    @property
+    def max_batch(self) -> int | None:
+        return self.session.max_batch
+
     def new_batch(self, rows: int, capacity: int) -> Batch:
         self.batches.append((rows, capacity))
         return self.session.new_batch(rows, capacity)
@@ -347,3 +351,37 @@ def test_seeds_decide(toy_session: OnnxRuntimeSession) -> None:
     results = generate(toy_session, [[5]] * 3, CONFIG, [1, 2, 1])
     assert results[0] == results[2]
     assert results[0] != results[1]
+
+
+class SmallSession(WatchedSession):
+    """A real session that takes two rows at a time."""
+
+    @property
+    def max_batch(self) -> int:
+        return 2
+
+
+def test_more_prompts_than_a_batch_holds_are_generated_in_groups(toy_session: OnnxRuntimeSession) -> None:
+    """Texts and events are those of one large batch."""
+    config, seeds = CONFIG.replace(eos_token_ids=(3, 17)), [1, 2, 3, 4, 5]
+    together: list[StepEvent] = []
+    expected_results = generate(toy_session, PROMPTS, config, seeds, together.append)
+    small, grouped = SmallSession(toy_session), list[StepEvent]()
+    assert generate(small, PROMPTS, config, seeds, grouped.append) == expected_results
+    assert [rows for rows, _ in small.batches] == [2, 2, 1]
+    canvases = [
+        {
+            (row, event.canvas, event.step): event.argmax_ids[place].tolist()
+            for event in events
+            for place, row in enumerate(event.rows)
+        }
+        for events in (together, grouped)
+    ]
+    assert canvases[0] == canvases[1]
+
+
+def test_a_bad_prompt_of_a_later_group_is_refused_before_any_work(toy_session: OnnxRuntimeSession) -> None:
+    small = SmallSession(toy_session)
+    with pytest.raises(RequestError, match="prompt 4 is empty"):
+        generate(small, [[1], [2], [3], [4], []], CONFIG, [0] * 5)
+    assert small.batches == []
