@@ -5,6 +5,7 @@ The compiler's options are all given here, never left to the environment, so tha
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -13,10 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Compute capability (major * 10 + minor) -> dynamic shared memory that one block of threads may ask for, in bytes.
-SHARED_MEMORY_LIMIT = {90: 227 * 1024, 120: 99 * 1024}
-
-Constant = int | float | bool | str | None
+from dgcompile.plugins.launch import SHARED_MEMORY_LIMIT, Constant, Launch, resident_blocks
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,23 @@ class CompiledKernel:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that fit on one multiprocessor by registers, shared memory and threads."""
-        # Registers are given to a warp in units of 256; each block takes 1 KB of shared memory for the system.
-        by_registers = 65536 // (-(-self.registers * 32 // 256) * 256 * (self.threads // 32))
-        by_shared = (SHARED_MEMORY_LIMIT[self.sm] + 1024) // (self.shared_bytes + 1024)
-        return min(by_registers, by_shared, {90: 2048, 120: 1536}[self.sm] // self.threads)
+        return resident_blocks(self.sm, self.threads, self.registers, self.shared_bytes)
+
+
+def kernel_function(kernel: str) -> Any:
+    """The Triton function that a :class:`~dgcompile.plugins.launch.Launch` names: importing it needs triton."""
+    module, name = kernel.rsplit(".", 1)
+    return getattr(importlib.import_module(f"dgcompile.plugins.{module}"), name)
+
+
+def compile_launch(launch: Launch, sm: int) -> CompiledKernel:
+    """The kernel of one launch for compute capability ``sm``; errors as in :func:`compile_kernel`."""
+    function = kernel_function(launch.kernel)
+    parameters = [name for name in function.arg_names if name not in launch.constants]
+    if len(parameters) != len(launch.types):
+        raise ValueError(f"{launch.kernel} takes {parameters}; types for {len(launch.types)} arguments")
+    signature = dict(zip(parameters, launch.types, strict=True))
+    return compile_kernel(function, signature, launch.constants, sm, launch.warps, launch.stages)
 
 
 def compile_kernel(

@@ -19,7 +19,8 @@ from transformers import __version__ as transformers_version
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as modeling
 
 from dgcompile.errors import TraceError
-from dgcompile.trace.ops import block_attention, mixture_of_experts
+from dgcompile.plugins.block_attention.torch_op import block_attention
+from dgcompile.plugins.moe.torch_op import mixture_of_experts
 from dgcompile.trace.sampler import SamplerOutput, denoising_sample
 
 SUPPORTED_TRANSFORMERS = "5.24"
@@ -44,7 +45,7 @@ class PastKeyValues:
 
 
 class BlockAttentionModule(nn.Module):
-    """Attention of either mode through :func:`dgcompile.trace.ops.block_attention`; owns the original's weights."""
+    """Attention of either mode through ``dgcompile.plugins.block_attention.torch_op``; owns its weights."""
 
     def __init__(self, original: Any, *, causal: bool) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class BlockAttentionModule(nn.Module):
 
 
 class MixtureOfExpertsModule(nn.Module):
-    """The experts of a layer through :func:`dgcompile.trace.ops.mixture_of_experts`; owns the original's weights."""
+    """The experts of a layer through :func:`dgcompile.plugins.moe.torch_op.mixture_of_experts`; owns their weights."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

@@ -12,9 +12,10 @@ import torch
 from onnx.defs import OpSchema
 from onnxscript.values import Op, Opset
 
-import dgcompile.trace.ops  # noqa: F401 - registers the torch operators
+from dgcompile.contract import ONNX_DOMAIN
+from dgcompile.plugins.block_attention import torch_op as _block_attention_op  # noqa: F401 - registers the operator
+from dgcompile.plugins.moe import torch_op as _mixture_of_experts_op  # noqa: F401 - registers the operator
 
-ONNX_DOMAIN = "dgcompile"
 ONNX_DOMAIN_VERSION = 1
 DOMAIN = Opset(ONNX_DOMAIN, ONNX_DOMAIN_VERSION)
 

@@ -10,20 +10,8 @@ Running maximum and sum are fp32, in units of log2: ``exp2(score * scale * log2(
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-
-from dgcompile.plugins.block_attention.tiles import Tile
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-LOG2_E = 1 / math.log(2)
-# Output rows of one program of combine_kernel.
-COMBINE_ROWS = 4
 
 
 @triton.jit
@@ -99,7 +87,8 @@ def attention_kernel(
 
     # Cache slots [cache_low, used) are read. Before the cache wraps, slots are positions and the window's far end can
     # be left out; in a wrapped one any slot may be young enough. A tile beyond the window's reach reads none.
-    past = tl.load(past_length + row)
+    # A negative length would be somebody's mistake; it must not become an address.
+    past = tl.maximum(tl.load(past_length + row), 0)
     used = tl.minimum(past, capacity)
     cache_low = 0
     if WINDOW > 0:
@@ -224,114 +213,3 @@ def combine_kernel(
         sums += factor[:, None] * tl.load(partial_sums + there[:, None] * D + width[None, :], mask=real[:, None])
     result = sums / total[:, None]
     tl.store(output + place[:, None] * D + width[None, :], result.to(output.dtype.element_ty), mask=real[:, None])
-
-
-def workspace_bytes(batch: int, tokens: int, heads: int, head_dim: int, splits: int) -> int:
-    """Workspace of one call: fp32 sums, a maximum and a sum of weights for each split and output row."""
-    return 0 if splits == 1 else splits * batch * tokens * heads * (head_dim + 2) * 4
-
-
-def attention_signature(dtype: str) -> dict[str, str]:
-    """Argument types of :func:`attention_kernel` for ``plugins.compile``; dtype is "fp16", "bf16" or "fp32"."""
-    arrays = ("query", "key", "value", "past_key", "past_value")
-    return {
-        **dict.fromkeys(arrays, f"*{dtype}:16"),
-        "past_length": "*i32:16",
-        "output": f"*{dtype}:16",
-        "partial_sums": "*fp32:16",
-        "partial_stats": "*fp32:16",
-        "batch": "i32",
-        "tokens": "i32",
-        "capacity": "i32",
-        "scale_log2": "fp32",
-    }
-
-
-def combine_signature(dtype: str) -> dict[str, str]:
-    """Argument types of :func:`combine_kernel`, see :func:`attention_signature`."""
-    return {"partial_sums": "*fp32:16", "partial_stats": "*fp32:16", "output": f"*{dtype}:16", "rows": "i32"}
-
-
-def attention_grid(
-    batch: int, tokens: int, heads: int, kv_heads: int, splits: int, block_m: int
-) -> tuple[int, int, int]:
-    """Programs of :func:`attention_kernel`."""
-    rows = tokens * heads // kv_heads
-    return -(-rows // block_m), splits, batch * kv_heads
-
-
-def combine_grid(batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
-    """Programs of :func:`combine_kernel`."""
-    return -(-batch * tokens * heads // COMBINE_ROWS), 1, 1
-
-
-def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor,
-    past_value: Tensor,
-    past_length: Tensor,
-    *,
-    scale: float,
-    window: int,
-    causal: bool,
-    tile: Tile,
-    splits: int = 1,
-) -> Tensor:
-    """Run the kernels on torch tensors; arguments and result as in ``reference.block_attention``, ``past_length`` i32.
-
-    Args:
-        tile: shape of the work of one program.
-        splits: parts that the keys are cut into, each for a program of its own.
-
-    Raises:
-        ValueError: a tensor is not contiguous, head_dim is no power of two in 16..512, or the scale is not positive.
-    """
-    import torch
-
-    batch, tokens, heads, head_dim = query.shape
-    capacity, kv_heads = past_key.shape[1:3]
-    if not all(tensor.is_contiguous() for tensor in (query, key, value, past_key, past_value, past_length)):
-        raise ValueError("block_attention takes contiguous tensors only")
-    if head_dim & (head_dim - 1) or not 16 <= head_dim <= 512:
-        raise ValueError(f"head_dim is {head_dim}, expected a power of two from 16 to 512")
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}, expected a positive number")
-    if past_length.dtype != torch.int32:
-        raise ValueError(f"past_length is {past_length.dtype}, expected int32")
-
-    output = torch.empty_like(query)
-    rows = batch * tokens * heads
-    workspace = query.new_empty(workspace_bytes(batch, tokens, heads, head_dim, splits) // 4, dtype=torch.float32)
-    sums, stats = workspace[: splits * rows * head_dim], workspace[splits * rows * head_dim :]
-    attention_kernel[attention_grid(batch, tokens, heads, kv_heads, splits, tile.block_m)](
-        query,
-        key,
-        value,
-        past_key,
-        past_value,
-        past_length,
-        output,
-        sums,
-        stats,
-        batch,
-        tokens,
-        capacity,
-        scale * LOG2_E,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        D=head_dim,
-        WINDOW=window,
-        CAUSAL=causal,
-        SPLITS=splits,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    if splits > 1:
-        combine_kernel[combine_grid(batch, tokens, heads)](
-            sums, stats, output, rows, D=head_dim, SPLITS=splits, ROWS=COMBINE_ROWS
-        )
-    return output

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dgcompile.plugins.launch import resident_blocks
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -41,8 +43,6 @@ TILES: dict[int, dict[int, Tile]] = {
     },
 }
 
-MAX_SPLITS = 16
-
 
 def uses_wgmma(sm: int, tile: Tile) -> bool:
     """Whether the products run on a whole warp group's tensor cores: SM 90 only, 64 rows at least."""
@@ -64,21 +64,19 @@ def shared_memory_bytes(sm: int, head_dim: int, tile: Tile) -> int:
     return max(loop, tile.block_m * head_dim * 4)
 
 
-def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
-    """Into how many splits the keys are best cut.
+def tile_for(sm: int, head_dim: int) -> Tile:
+    """The tile for ``head_dim`` (a power of two from 16) on compute capability ``sm``.
 
-    Args:
-        programs: programs without splits.
-        key_tiles: tiles of keys that each of them walks over, cache full.
-        slots: programs that the GPU runs at once (multiprocessors x blocks on each).
-
-    Returns:
-        The number with the least rounds x (tiles in a round + 1); the 1 stands for a program's start and end, and one
-        more tile's time is charged for combining. The smallest on a tie.
+    Raises:
+        ValueError: there is none.
     """
+    tiles = TILES.get(sm, {})
+    found = tiles.get(max(head_dim, min(tiles, default=0)))
+    if found is None:
+        raise ValueError(f"BlockAttention has no tile for head_dim {head_dim} on SM {sm}")
+    return found
 
-    def cost(splits: int) -> int:
-        rounds = -(-programs * splits // slots)
-        return rounds * (-(-key_tiles // splits) + 1) + (splits > 1)
 
-    return min(range(1, min(MAX_SPLITS, max(key_tiles, 1)) + 1), key=cost)
+def resident_programs(sm: int, head_dim: int, tile: Tile) -> int:
+    """Programs that one multiprocessor runs at once, at least: were each thread to take all its 255 registers."""
+    return max(1, resident_blocks(sm, 32 * tile.num_warps, 255, shared_memory_bytes(sm, head_dim, tile)))

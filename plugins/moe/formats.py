@@ -31,6 +31,9 @@ FloatArray = npt.NDArray[np.floating]
 WeightFormat = Literal["float", "fp8", "int4", "w4a8"]
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+FORMAT_CODES: dict[WeightFormat, int] = {"float": 0, "fp8": 1, "int4": 2, "w4a8": 2}
+"""How kernels are told the format of the bytes."""
+
 FP8_MAX = 448.0
 INT4_MAX = 7
 INT4_BLOCK = 64  # places along the reduction axis whose codes lie together

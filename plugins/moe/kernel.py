@@ -19,10 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dgcompile.plugins.moe.formats import FORMAT_CODES
+
 # Formats as the kernels see them; "w4a8" is INT4 with FP8 activations.
-FLOAT = tl.constexpr(0)
-FP8 = tl.constexpr(1)
-INT4 = tl.constexpr(2)
+FP8 = tl.constexpr(FORMAT_CODES["fp8"])
+INT4 = tl.constexpr(FORMAT_CODES["int4"])
 
 
 @triton.jit

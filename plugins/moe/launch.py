@@ -1,20 +1,12 @@
-"""How the MixtureOfExperts kernels are launched: tile sizes, workspace, and the calls for torch tensors."""
+"""How the MixtureOfExperts kernels are launched: tile sizes, workspace, and the calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import triton
+from dgcompile.plugins.launch import Constant, Launch, lay_out
+from dgcompile.plugins.moe.formats import FORMAT_CODES, INT4_GROUPS, WEIGHT_FORMATS, WeightFormat
 
-from dgcompile.plugins.compile import CompiledKernel, compile_kernel
-from dgcompile.plugins.moe import kernel, routing
-from dgcompile.plugins.moe.formats import INT4_GROUPS, WeightFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-ALIGNMENT = 256  # of each buffer in the workspace, in bytes
 ROUTE_CHUNK = 1024  # pairs that the routing reads at once
 COMBINE_BLOCK = 1024  # columns that a program of the combination sums
 
@@ -75,13 +67,21 @@ def tile_for(sm: int, weight_format: WeightFormat, shape: Shape) -> Tile:
     return few if shape.pairs <= 32 * shape.experts else many
 
 
-def workspace(shape: Shape, weight_format: WeightFormat, tile: Tile, itemsize: int) -> dict[str, tuple[int, int]]:
-    """Offset and size in bytes of each buffer that the kernels share, ``itemsize`` being that of the activations.
+def tile_limit(pairs: int, experts: int, block_m: int) -> int:
+    """Most tiles of ``block_m`` rows that ``pairs`` rows can fill: every expert in use leaves one partly empty."""
+    in_use = min(pairs, experts)
+    return (pairs + in_use * (block_m - 1)) // block_m
 
-    With P = tokens * top_k and L = :func:`~dgcompile.plugins.moe.routing.tile_limit`: 4 (L (block_m + 1) + 1) bytes for
-    the routing and P (inner + hidden) itemsize for the products; for w4a8 also T (hidden + 4) + P (inner + 4).
+
+def workspace(
+    shape: Shape, weight_format: WeightFormat, tile: Tile, itemsize: int
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """Offset and size of each buffer that the kernels share, and the bytes of all.
+
+    With P = tokens * top_k, L = :func:`tile_limit` and s = ``itemsize`` of the activations: 4 (L (block_m + 1) + 1)
+    bytes for the routing and P (inner + hidden) s for the products; for w4a8 also T (hidden + 4) + P (inner + 4).
     """
-    limit = routing.tile_limit(shape.pairs, shape.experts, tile.block_m)
+    limit = tile_limit(shape.pairs, shape.experts, tile.block_m)
     sizes = {
         "tile_pairs": 4 * limit * tile.block_m,
         "tile_expert": 4 * limit,
@@ -96,64 +96,89 @@ def workspace(shape: Shape, weight_format: WeightFormat, tile: Tile, itemsize: i
             "inner_codes": shape.pairs * shape.inner,
             "inner_scale": 4 * shape.pairs,
         }
-    places, end = {}, 0
-    for name, size in sizes.items():
-        places[name] = (end, size)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return places
+    return lay_out(sizes)
 
 
-def workspace_bytes(shape: Shape, weight_format: WeightFormat, tile: Tile, itemsize: int) -> int:
-    """Size of the whole :func:`workspace`."""
-    offset, size = list(workspace(shape, weight_format, tile, itemsize).values())[-1]
-    return offset + -(-size // ALIGNMENT) * ALIGNMENT
+def workspace_limit(largest: Shape, sm: int, weight_format: WeightFormat, itemsize: int) -> int:
+    """Bytes that no call with up to ``largest.tokens`` tokens exceeds, whichever tile it takes."""
+    return max(workspace(largest, weight_format, tile, itemsize)[1] for tile in TILES[sm, weight_format])
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel call: everything that compiling it ahead of time or launching it needs.
+def check(shape: Shape, weight_format: str, group_size: int) -> None:
+    """Refuses what the kernels do not compute.
 
-    Attributes:
-        name: of the step.
-        function: the Triton function.
-        arguments: run-time arguments in order: the name of a tensor or buffer, or an int.
-        constants: compile-time arguments.
-        grid: thread blocks.
-        warps, stages: as Triton takes them.
+    Raises:
+        ValueError: names the size or attribute that is out of range.
     """
+    if min(shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.inner) < 1:
+        raise ValueError(f"{shape}: expected every size to be 1 or more")
+    if shape.top_k > shape.experts:
+        raise ValueError(f"top_k is {shape.top_k} but there are {shape.experts} experts: expected top_k <= experts")
+    if shape.pairs * max(shape.hidden, shape.inner) >= 2**31:
+        raise ValueError(f"{shape}: tokens x top_k x the wider of hidden and inner must stay below 2**31")
+    check_format(weight_format, group_size)
 
-    name: str
-    function: Any
-    arguments: tuple[str | int, ...]
-    constants: dict[str, int]
-    grid: tuple[int, int, int]
-    warps: int = 4
-    stages: int = 1
+
+def check_format(weight_format: str, group_size: int) -> None:
+    """Refuses an unknown format or group size, see :func:`check`."""
+    if weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"weight_format is {weight_format!r}, expected one of {', '.join(WEIGHT_FORMATS)}")
+    groups = INT4_GROUPS if weight_format in ("int4", "w4a8") else (0,)
+    if group_size not in groups:
+        expected = " or ".join(str(group) for group in groups)
+        raise ValueError(f"group_size of {weight_format} is {group_size}, expected {expected}")
 
 
-def launches(shape: Shape, weight_format: WeightFormat, group_size: int, tile: Tile) -> list[Launch]:
+def launches(
+    shape: Shape,
+    weight_format: WeightFormat,
+    group_size: int,
+    tile: Tile,
+    activations: str,
+    int4_scales: str = "fp16",
+    ids: str = "i32",
+) -> list[Launch]:
     """The kernel calls of one MixtureOfExperts, in order.
 
-    Tensors are named as in :func:`run`, buffers as in :func:`workspace`.
+    Args:
+        shape, weight_format, group_size: what is computed, see :mod:`dgcompile.plugins.moe.formats`.
+        tile: see :func:`tile_for`.
+        activations: Triton's name of the type of the hidden states: "bf16", "fp16" or "fp32".
+        int4_scales: likewise, of the scales of INT4 groups.
+        ids: likewise, of the experts' ids.
+
+    Tensors are named as in ``torch_call.mixture_of_experts``, buffers as in :func:`workspace`.
+
+    Raises:
+        ValueError: an unknown format or group size.
     """
-    if weight_format in ("int4", "w4a8") and group_size not in INT4_GROUPS:
-        raise ValueError(f"INT4 groups hold 32 or 64 weights, not {group_size}")
-    format_code = {"float": kernel.FLOAT, "fp8": kernel.FP8}.get(weight_format, kernel.INT4).value
-    limit = routing.tile_limit(shape.pairs, shape.experts, tile.block_m)
-    product = {
+    check_format(weight_format, group_size)
+    types = {**tensor_types(weight_format, activations, int4_scales), "expert_ids": f"*{ids}:16"}
+    limit = tile_limit(shape.pairs, shape.experts, tile.block_m)
+
+    def step(
+        kernel: str,
+        arguments: tuple[str | int, ...],
+        constants: dict[str, Constant],
+        grid: tuple[int, int, int],
+        warps: int = 4,
+        stages: int = 1,
+    ) -> Launch:
+        argument_types = tuple(types[argument] if isinstance(argument, str) else "i32" for argument in arguments)
+        return Launch(f"moe.{kernel}", arguments, argument_types, constants, grid, warps, stages)
+
+    def round_rows(name: str, rows: int, width: int) -> Launch:
+        constants: dict[str, Constant] = {"WIDTH": width, "BLOCK": _power_of_2(width)}
+        return step("kernel.round_rows_kernel", (name, f"{name}_codes", f"{name}_scale"), constants, (rows, 1, 1))
+
+    product: dict[str, Constant] = {
         "HIDDEN": shape.hidden,
         "INNER": shape.inner,
-        "FORMAT": format_code,
+        "FORMAT": FORMAT_CODES[weight_format],
         "GROUP": group_size,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-    }
-    route = {
-        "EXPERTS": shape.experts,
-        "EXPERT_BINS": max(16, triton.next_power_of_2(shape.experts)),
-        "BLOCK_M": tile.block_m,
-        "CHUNK": ROUTE_CHUNK,
     }
     table = ("tile_pairs", "tile_expert", "tile_count")
     quantized = weight_format == "w4a8"
@@ -162,47 +187,49 @@ def launches(shape: Shape, weight_format: WeightFormat, group_size: int, tile: T
     inner = ("inner_codes", "inner_scale") if quantized else ("inner", "inner")
     gate_up_scale, down_scale = ("gate_up", "down") if weight_format == "float" else ("gate_up_scale", "down_scale")
     steps = [
-        Launch("route", routing.route_kernel, ("expert_ids", *table, shape.pairs), route, (shape.experts, 1, 1)),
-        Launch(
-            "gate_up",
-            kernel.gate_up_kernel,
+        step(
+            "routing.route_kernel",
+            ("expert_ids", *table, shape.pairs),
+            {
+                "EXPERTS": shape.experts,
+                "EXPERT_BINS": max(16, _power_of_2(shape.experts)),
+                "BLOCK_M": tile.block_m,
+                "CHUNK": ROUTE_CHUNK,
+            },
+            (shape.experts, 1, 1),
+        ),
+        step(
+            "kernel.gate_up_kernel",
             (*hidden, "gate_up", gate_up_scale, *table, "inner", shape.pairs),
             {"TOP_K": shape.top_k, **product},
-            (limit, triton.cdiv(shape.inner, tile.block_n), 1),
+            (limit, -(-shape.inner // tile.block_n), 1),
             tile.warps,
             tile.stages,
         ),
-        Launch(
-            "down",
-            kernel.down_kernel,
+        step(
+            "kernel.down_kernel",
             (*inner, "down", down_scale, *table, "outer", shape.pairs),
             product,
-            (limit, triton.cdiv(shape.hidden, tile.block_n), 1),
+            (limit, -(-shape.hidden // tile.block_n), 1),
             tile.warps,
             tile.stages,
         ),
-        Launch(
-            "combine",
-            kernel.combine_kernel,
+        step(
+            "kernel.combine_kernel",
             ("outer", "expert_weights", "output"),
             {"TOP_K": shape.top_k, "HIDDEN": shape.hidden, "BLOCK": COMBINE_BLOCK},
-            (shape.tokens, triton.cdiv(shape.hidden, COMBINE_BLOCK), 1),
+            (shape.tokens, -(-shape.hidden // COMBINE_BLOCK), 1),
         ),
     ]
     if quantized:
-        steps.insert(1, _round_rows("hidden", shape.tokens, shape.hidden))
-        steps.insert(3, _round_rows("inner", shape.pairs, shape.inner))
+        steps.insert(1, round_rows("hidden", shape.tokens, shape.hidden))
+        steps.insert(3, round_rows("inner", shape.pairs, shape.inner))
     return steps
 
 
-def _round_rows(name: str, rows: int, width: int) -> Launch:
-    return Launch(
-        f"round_{name}",
-        kernel.round_rows_kernel,
-        (name, f"{name}_codes", f"{name}_scale"),
-        {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)},
-        (rows, 1, 1),
-    )
+def _power_of_2(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
 
 
 def tensor_types(weight_format: WeightFormat, activations: str, int4_scales: str = "fp16") -> dict[str, str]:
@@ -221,80 +248,3 @@ def tensor_types(weight_format: WeightFormat, activations: str, int4_scales: str
     types |= dict.fromkeys(("gate_up", "down"), weights)
     types |= dict.fromkeys(("gate_up_scale", "down_scale"), "fp32" if weight_format == "fp8" else int4_scales)
     return {name: f"*{kind}:16" for name, kind in types.items()}
-
-
-def compile_launch(step: Launch, types: dict[str, str], sm: int) -> CompiledKernel:
-    """The cubin of one kernel call; ``types`` from :func:`tensor_types`."""
-    signature = {
-        name: types[argument] if isinstance(argument, str) else "i32"
-        for name, argument in zip(step.function.arg_names, step.arguments, strict=False)
-    }
-    return compile_kernel(step.function, signature, step.constants, sm, step.warps, step.stages)
-
-
-def run(
-    hidden: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    tile: Tile,
-    weight_format: WeightFormat = "float",
-    group_size: int = 0,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> Tensor:
-    """MixtureOfExperts of contiguous torch tensors, on a GPU or in Triton's interpreter.
-
-    Args:
-        hidden: [T, H].
-        expert_ids: i32 or i64 [T, K].
-        expert_weights: [T, K].
-        gate_up: [E, 2 I, H] in the weight format, gate rows first: bytes are uint8, E4M3 may be float8_e4m3fn too.
-        down: [E, H, I] likewise.
-        tile: see :func:`tile_for`.
-        weight_format, group_size: see :mod:`dgcompile.plugins.moe.formats`.
-        gate_up_scale, down_scale: scales of the weights, if the format has any.
-
-    Returns:
-        [T, H] in the dtype of ``hidden``.
-    """
-    import torch
-
-    if weight_format == "fp8":
-        gate_up, down = gate_up.view(torch.float8_e4m3fn), down.view(torch.float8_e4m3fn)
-    inner = gate_up.shape[1] if weight_format in ("float", "fp8") else gate_up.shape[2]
-    tokens, top_k = expert_ids.shape
-    shape = Shape(tokens, top_k, gate_up.shape[0], hidden.shape[1], inner // 2)
-    given = {
-        "hidden": hidden,
-        "expert_ids": expert_ids,
-        "expert_weights": expert_weights,
-        "gate_up": gate_up,
-        "down": down,
-        "gate_up_scale": gate_up_scale,
-        "down_scale": down_scale,
-    }
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if loose := [name for name, tensor in tensors.items() if not tensor.is_contiguous()]:
-        raise ValueError(f"tensors must be contiguous: {', '.join(loose)}")
-    memory = torch.empty(
-        workspace_bytes(shape, weight_format, tile, hidden.itemsize), dtype=torch.uint8, device=hidden.device
-    )
-    dtypes = {
-        "tile_pairs": torch.int32,
-        "tile_expert": torch.int32,
-        "tile_count": torch.int32,
-        "hidden_codes": torch.float8_e4m3fn,
-        "inner_codes": torch.float8_e4m3fn,
-        "hidden_scale": torch.float32,
-        "inner_scale": torch.float32,
-    }
-    for name, (offset, size) in workspace(shape, weight_format, tile, hidden.itemsize).items():
-        tensors[name] = memory[offset : offset + size].view(dtypes.get(name, hidden.dtype))
-    tensors["output"] = torch.empty_like(hidden)
-    for step in launches(shape, weight_format, group_size, tile):
-        arguments = [tensors[argument] if isinstance(argument, str) else argument for argument in step.arguments]
-        step.function[step.grid](*arguments, **step.constants, num_warps=step.warps, num_stages=step.stages)
-    return tensors["output"]

@@ -6,10 +6,13 @@ import triton
 import triton.language as tl
 
 
-def tile_limit(pairs: int, experts: int, block_m: int) -> int:
-    """Most tiles of ``block_m`` rows that ``pairs`` rows can fill: every expert in use leaves one partly empty."""
-    in_use = min(pairs, experts)
-    return (pairs + in_use * (block_m - 1)) // block_m
+@triton.jit
+def _experts(expert_ids, pair, inside, EXPERTS: tl.constexpr):
+    """Experts of pairs. An id out of range counts as the nearest one: it must neither address foreign weights nor
+    leave a pair without a result.
+    """
+    ids = tl.load(expert_ids + pair, mask=inside, other=0).to(tl.int32)
+    return tl.minimum(tl.maximum(ids, 0), EXPERTS - 1)
 
 
 @triton.jit
@@ -27,7 +30,7 @@ def route_kernel(
     """Program e writes the tiles of expert e. A pair is the number ``token * top_k + choice``.
 
     Args:
-        expert_ids: [pairs], of each pair.
+        expert_ids: [pairs], of each pair; see :func:`_experts` for ids out of range.
         tile_pairs: i32 [tile_limit, BLOCK_M], out: pairs of each tile, ascending; free places hold ``pairs``.
         tile_expert: i32 [tile_limit], out: the expert of each tile.
         tile_count: i32 [1], out: tiles in use.
@@ -45,7 +48,7 @@ def route_kernel(
     counts = tl.zeros([EXPERT_BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         inside = start + lane < pairs
-        ids = tl.load(expert_ids + start + lane, mask=inside, other=0).to(tl.int32)
+        ids = _experts(expert_ids, start + lane, inside, EXPERTS)
         counts += tl.histogram(ids, EXPERT_BINS, mask=inside)
 
     bins = tl.arange(0, EXPERT_BINS)
@@ -66,8 +69,8 @@ def route_kernel(
     if own_count > 0:
         for start in range(0, pairs, CHUNK):
             inside = start + lane < pairs
-            ids = tl.load(expert_ids + start + lane, mask=inside, other=-1).to(tl.int32)
-            mine = (ids == expert).to(tl.int32)
+            ids = _experts(expert_ids, start + lane, inside, EXPERTS)
+            mine = (inside & (ids == expert)).to(tl.int32)
             place = placed + tl.cumsum(mine, 0) - 1
             tl.store(tile_pairs + place, start + lane, mask=mine == 1)
             placed += tl.sum(mine)

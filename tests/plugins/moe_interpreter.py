@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from dgcompile.plugins.moe import formats
-from dgcompile.plugins.moe.launch import Tile, run
+from dgcompile.plugins.moe.launch import Tile
 from dgcompile.plugins.moe.reference import mixture_of_experts as reference
+from dgcompile.plugins.moe.torch_call import mixture_of_experts
 
 # Widths: 80 is one and a quarter blocks of INT4, 40 less than one; neither is a multiple of the tile.
 HIDDEN, INNER, TILE = 80, 40, Tile(block_m=16, block_n=32, block_k=32, warps=4, stages=1)
@@ -69,7 +70,7 @@ def check(weight_format: str, load: str, dtype: str, group: int) -> dict[str, An
     scales = {} if gate_up_scale is None else {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
 
     def once() -> np.ndarray:
-        return run(
+        return mixture_of_experts(
             *(torch.from_numpy(array) for array in arrays),
             tile=TILE,
             weight_format=weight_format,

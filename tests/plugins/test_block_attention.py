@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dgcompile.plugins.block_attention.reference import block_attention as reference
 from dgcompile.plugins.block_attention.reference import cached_positions
-from dgcompile.trace.ops import block_attention as torch_op
+from dgcompile.plugins.block_attention.torch_op import block_attention as torch_op
 from tests.trace.onnx_node import run_node
 
 # fp32 sums of at most a few hundred products of unit-size values: rounding stays near 1e-6, a wrong mask gives 1e-1.

@@ -10,11 +10,32 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dgcompile.plugins.block_attention.launch import (
+    SPLITS,
+    Mode,
+    Shape,
+    choose_splits,
+    launches,
+    workspace,
+    workspace_limit,
+)
 from dgcompile.plugins.block_attention.reference import block_attention as reference
+from dgcompile.plugins.block_attention.tiles import (
+    Tile,
+    resident_programs,
+    shared_memory_bytes,
+    tile_for,
+    uses_wgmma,
+)
+from dgcompile.plugins.compile import compile_kernel, compile_launch
+from dgcompile.plugins.launch import SHARED_MEMORY_LIMIT, Launch
 from tests.plugins.test_block_attention import random_case
 
 pytest.importorskip("triton", reason="triton (extra `build`) is not installed: NO kernel is tested")
@@ -42,8 +63,7 @@ def worst_errors(head_dim: int, dtype: str) -> dict[str, float]:
     """Largest error of each case; runs in the interpreter's process."""
     import torch
 
-    from dgcompile.plugins.block_attention.kernel import block_attention
-    from dgcompile.plugins.block_attention.tiles import Tile
+    from dgcompile.plugins.block_attention.torch_call import block_attention
 
     errors = {}
     scale = head_dim**-0.5
@@ -89,41 +109,26 @@ def test_agrees_with_reference(head_dim: int) -> None:
         assert {case: error for case, error in errors[dtype].items() if error > bound} == {}, dtype
 
 
+def real_launches(sm: int, head_dim: int, *, causal: bool, splits: int, dtype: str = "bf16") -> list[Launch]:
+    # The model's own layers: 16 query heads; 512-wide ones share 2 KV heads and have no window.
+    kv_heads, window = (2, 0) if head_dim == 512 else (8, 1024)
+    shape = Shape(batch=1, tokens=256, heads=16, kv_heads=kv_heads, head_dim=head_dim, capacity=window or 32768)
+    return launches(shape, Mode(1.0, window, causal), dtype, tile_for(sm, head_dim), splits)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("sm", [90, 120])
 def test_cubin(sm: int, head_dim: int, causal: bool) -> None:
-    from dgcompile.plugins.block_attention.kernel import attention_kernel, attention_signature
-    from dgcompile.plugins.block_attention.tiles import TILES, shared_memory_bytes, uses_wgmma
-    from dgcompile.plugins.compile import SHARED_MEMORY_LIMIT, compile_kernel
-
-    tile = TILES[sm][head_dim]
-    # The model's own layers: 16 query heads; 512-wide ones share 2 KV heads and have no window.
-    kv_heads, window = (2, 0) if head_dim == 512 else (8, 1024)
-    compiled = compile_kernel(
-        attention_kernel,
-        attention_signature("bf16"),
-        {
-            "KV_HEADS": kv_heads,
-            "GROUP": 16 // kv_heads,
-            "D": head_dim,
-            "WINDOW": window,
-            "CAUSAL": causal,
-            "SPLITS": 4,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-        },
-        sm,
-        tile.num_warps,
-        tile.num_stages,
-    )
+    tile = tile_for(sm, head_dim)
+    compiled = compile_launch(real_launches(sm, head_dim, causal=causal, splits=4)[0], sm)
     print(
         f"sm {sm} head_dim {head_dim} causal {causal} {tile}: {compiled.registers} registers, "
         f"{compiled.shared_bytes} bytes shared, {compiled.blocks_per_sm} blocks"
     )
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= shared_memory_bytes(sm, head_dim, tile) <= SHARED_MEMORY_LIMIT[sm]
-    assert compiled.blocks_per_sm >= 1
+    assert compiled.blocks_per_sm >= resident_programs(sm, head_dim, tile) >= 1
     assert ("wgmma.mma_async" in compiled.ptx) == uses_wgmma(sm, tile)
     assert ("mma.sync" in compiled.ptx) != uses_wgmma(sm, tile)
     assert f".target sm_{sm}a" in compiled.ptx
@@ -132,31 +137,52 @@ def test_cubin(sm: int, head_dim: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("sm", [90, 120])
 def test_combine_cubin(sm: int) -> None:
-    from dgcompile.plugins.block_attention.kernel import COMBINE_ROWS, combine_kernel, combine_signature
-    from dgcompile.plugins.compile import compile_kernel
-
-    constants = {"D": 512, "SPLITS": 16, "ROWS": COMBINE_ROWS}
-    compiled = compile_kernel(combine_kernel, combine_signature("bf16"), constants, sm, 4, 2)
+    compiled = compile_launch(real_launches(sm, 512, causal=False, splits=16)[1], sm)
     assert compiled.spilled_bytes == 0
     assert compiled.arguments == ("partial_sums", "partial_stats", "output", "rows")
 
 
 def test_splits_fill_the_gpu() -> None:
-    from dgcompile.plugins.block_attention.tiles import choose_splits
+    tile = Tile(64, 64, 8, 2)  # one program on a multiprocessor, by its registers
 
-    assert choose_splits(programs=1000, key_tiles=20, slots=132) == 1
-    assert choose_splits(programs=32, key_tiles=40, slots=132) == 4
-    assert choose_splits(programs=1, key_tiles=1, slots=132) == 1
+    def splits(batch: int, tokens: int, capacity: int, choices: tuple[int, ...] = SPLITS) -> int:
+        return choose_splits(Shape(batch, tokens, 16, 8, 128, capacity), 90, tile, 132, choices)
+
+    assert splits(32, 256, 1024) == 1  # 2048 programs
+    assert splits(1, 128, 64 * 38) == 4  # 32 programs, each 40 tiles of keys
+    assert splits(1, 128, 64 * 38, (1, 2)) == 2
+    assert splits(1, 1, 64 * 1000) == 16
+    assert splits(1, 1, 1) in (1, 2)  # two tiles of keys: no more than two splits have work
+
+
+@given(
+    batch=st.integers(1, 8),
+    tokens=st.integers(1, 512),
+    capacity=st.integers(1, 40000),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    sm=st.sampled_from([90, 120]),
+)
+def test_no_choice_of_splits_exceeds_the_workspace(
+    batch: int, tokens: int, capacity: int, head_dim: int, sm: int
+) -> None:
+    tile = tile_for(sm, head_dim)
+    shape = Shape(batch, tokens, 16, 2, head_dim, capacity)
+    largest = Shape(8, 512, 16, 2, head_dim, 40000)
+    _, size = workspace(shape, choose_splits(shape, sm, tile, 170))
+    assert size <= workspace_limit(largest, sm, tile, 170)
 
 
 def test_compile_needs_every_argument() -> None:
-    from dgcompile.plugins.block_attention.kernel import combine_kernel, combine_signature
-    from dgcompile.plugins.compile import compile_kernel
+    from dgcompile.plugins.block_attention.kernel import combine_kernel
 
+    step = real_launches(90, 512, causal=True, splits=2)[1]
+    types = dict(zip(("partial_sums", "partial_stats", "output", "rows"), step.types, strict=True))
     with pytest.raises(ValueError, match="combine_kernel takes"):
-        compile_kernel(combine_kernel, combine_signature("bf16"), {"D": 512}, 90, 4, 2)
+        compile_kernel(combine_kernel, types, {"D": 512}, 90, 4, 2)
     with pytest.raises(ValueError, match="sm is 80"):
-        compile_kernel(combine_kernel, combine_signature("bf16"), {}, 80, 4, 2)
+        compile_kernel(combine_kernel, types, {}, 80, 4, 2)
+    with pytest.raises(ValueError, match="1 arguments but 4 types"):
+        replace(step, arguments=("output",))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dgcompile.plugins.moe.reference import mixture_of_experts as reference
-from dgcompile.trace.ops import mixture_of_experts as torch_op
+from dgcompile.plugins.moe.torch_op import mixture_of_experts as torch_op
 from tests.trace.onnx_node import run_node
 
 # fp32 dot products of 24 and 10 unit-size terms, outputs of order 10: rounding near 1e-6 relative.

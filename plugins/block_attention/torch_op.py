@@ -1,8 +1,8 @@
-"""The two custom torch operators that stand for the subgraphs with kernels of their own.
+"""The torch operator ``dgcompile::block_attention``.
 
-They have a real CPU implementation, so an exported program stays runnable in torch, and a fake one that only knows
-shapes, so that tracing needs no weights. :mod:`dgcompile.trace.nodes` turns them into nodes of the ONNX domain
-``dgcompile``; their meaning there is in :mod:`dgcompile.trace.functions`.
+It has a real CPU implementation, so an exported program stays runnable in torch, a fake one that only knows shapes, so
+that tracing needs no weights, and on CUDA devices the kernels. ``dgcompile.trace`` turns it into a node of the ONNX
+domain ``dgcompile``.
 """
 
 from __future__ import annotations
@@ -67,25 +67,32 @@ def _(query: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("dgcompile::mixture_of_experts", mutates_args=())
-def mixture_of_experts(
-    hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+@block_attention.register_kernel("cuda")
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    past_length: Tensor,
+    scale: float,
+    window: int,
+    causal: bool,
 ) -> Tensor:
-    """Each token through its top_k gated experts; arguments as in ``dgcompile.plugins.moe.reference``.
+    # Tracing has no triton.
+    from dgcompile.plugins.block_attention import launch, tiles, torch_call
+    from dgcompile.plugins.torch_launch import compute_capability
 
-    hidden [T, H], expert_ids [T, K], expert_weights [T, K], gate_up [E, 2 I, H], down [E, H, I]; returns [T, H].
-    """
-    output = torch.zeros_like(hidden)
-    for expert in range(gate_up.shape[0]):
-        token, choice = torch.where(expert_ids == expert)
-        if token.numel():
-            gate, up = torch.nn.functional.linear(hidden[token], gate_up[expert]).chunk(2, dim=-1)
-            inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
-            result = torch.nn.functional.linear(inner, down[expert])
-            output.index_add_(0, token, result * expert_weights[token, choice, None].to(result.dtype))
-    return output
-
-
-@mixture_of_experts.register_fake
-def _(hidden: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    sm = compute_capability(query.device)
+    tile = tiles.tile_for(sm, query.shape[3])
+    batch, tokens, heads, head_dim = query.shape
+    shape = launch.Shape(batch, tokens, heads, key.shape[2], head_dim, past_key.shape[1])
+    multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    return torch_call.block_attention(
+        *(tensor.contiguous() for tensor in (query, key, value, past_key, past_value, past_length.to(torch.int32))),
+        scale=scale,
+        window=window,
+        causal=causal,
+        tile=tile,
+        splits=launch.choose_splits(shape, sm, tile, multiprocessors),
+    )
