@@ -20,18 +20,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 
 from dgcompile.config_file import parse_json, read_bytes, validation_error
 from dgcompile.contract import GRAPH_FILES as GRAPH_FILES
 from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.engine_table import engine_file, layers_file, table_file
 from dgcompile.errors import BundleError
 from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
 from dgcompile.generation_config import GenerationConfig
+from dgcompile.gpu import check_gpu, import_library
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
-from dgcompile.target import Target
+from dgcompile.target import Backend, Target
 from dgcompile.weights_store import WEIGHTS_FILE as WEIGHTS_FILE
 
 FORMAT_VERSION = 1
@@ -42,14 +52,13 @@ TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-StageName = Literal["assets", "trace", "weights", "engine"]
-STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "engine")
-"""The stages of a build in their order."""
+StageName = Literal["assets", "trace", "weights", "kernels", "engine"]
+STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "kernels", "engine")
+"""The stages of a build in their order. Only GPU targets have kernels."""
 
 REMEMBER_FROM_BYTES = 256 << 20
 """Bundles of at least this size have their hash check remembered; smaller ones are hashed on every open (in 0.3 s)."""
 
-_REQUIRED_FILES = (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE)
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
 
@@ -59,6 +68,16 @@ def _check_file_name(name: str) -> str:
     if name == MANIFEST_FILE or name.endswith(PARTIAL_SUFFIX):
         raise ValueError(f"file name {name!r} is reserved")
     return name
+
+
+def stages_of(target: Target) -> tuple[StageName, ...]:
+    """The stages of a build for a target, in their order."""
+    return tuple(stage for stage in STAGES if stage != "kernels" or target.backend != "onnxruntime")
+
+
+def kernels_folder(target: Target) -> str:
+    """Folder in a bundle with the kernels for a GPU target."""
+    return f"kernels/sm{target.sm}"
 
 
 FileName = Annotated[str, AfterValidator(_check_file_name)]
@@ -106,13 +125,16 @@ class EngineLibrary(_Frozen):
 
     Attributes:
         name: the Python package.
-        version: the one that the build tried the graphs with.
-        oldest_version: the oldest that can run them. ONNX Runtime keeps running old models, so a newer one is fine.
+        version: the one that the build tried the graphs with, or that built the engines.
+        oldest_version: the oldest that can run them. ONNX Runtime keeps running old models, so a newer one is fine;
+            TensorRT's engines run on the version that built them and no other.
+        rehearsed: whether the engines were built without their GPU, to try the code. They are for nothing else.
     """
 
-    name: Literal["onnxruntime"]
+    name: Backend
     version: str
     oldest_version: str
+    rehearsed: bool = False
 
 
 class Manifest(_Frozen):
@@ -126,7 +148,7 @@ class Manifest(_Frozen):
         max_batch: most rows of one engine call; None where the engines take any number.
         graphs: filled in by the trace stage.
         engine: filled in by the engine stage.
-        stages: every stage of :data:`STAGES`.
+        stages: every stage of :func:`stages_of` the target.
     """
 
     format_version: PositiveInt = FORMAT_VERSION
@@ -139,14 +161,14 @@ class Manifest(_Frozen):
     max_batch: PositiveInt | None = None
     graphs: dict[GraphName, GraphRecord] = {}
     engine: EngineLibrary | None = None
-    stages: dict[StageName, StageRecord] = {name: StageRecord() for name in STAGES}
+    stages: dict[StageName, StageRecord]
 
     @property
     def files(self) -> dict[str, FileRecord]:
         """Every file that a finished stage recorded, in the order of the stages and then of the names."""
         return {
             name: record
-            for stage in STAGES
+            for stage in stages_of(self.target)
             if self.stages[stage].state == "finished"
             for name, record in sorted(self.stages[stage].files.items())
         }
@@ -154,7 +176,7 @@ class Manifest(_Frozen):
     @property
     def unfinished(self) -> tuple[StageName, ...]:
         """The stages that are still to be done."""
-        return tuple(stage for stage in STAGES if self.stages[stage].state != "finished")
+        return tuple(stage for stage in stages_of(self.target) if self.stages[stage].state != "finished")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -197,9 +219,17 @@ class Manifest(_Frozen):
     def _check(self, path: Path) -> None:
         """Refuses a manifest whose parts contradict each other: sessions size their buffers by it."""
         rebuild = "copy the bundle again, or build it again with --overwrite"
-        missing = [stage for stage in STAGES if stage not in self.stages]
+        wanted = stages_of(self.target)
+        missing = [stage for stage in wanted if stage not in self.stages]
         if missing:
             raise BundleError(f"{path}: stages.{missing[0]} is missing", fix=rebuild)
+        foreign = [stage for stage in self.stages if stage not in wanted]
+        if foreign:
+            raise BundleError(f"{path}: target {self.target.name} has no stage {foreign[0]}", fix=rebuild)
+        if (self.max_batch is None) != (self.target.backend == "onnxruntime"):
+            raise BundleError(f"{path}: max_batch is {self.max_batch} for target {self.target.name}", fix=rebuild)
+        if self.engine is not None and self.engine.name != self.target.backend:
+            raise BundleError(f"{path}: engine.name is {self.engine.name}", expected=self.target.backend, fix=rebuild)
         for graph, record in self.graphs.items():
             expected_inputs = graph_inputs(graph, self.spec, self.recipe.activation_dtype)
             expected_outputs = graph_outputs(graph, self.spec, self.recipe.activation_dtype)
@@ -259,9 +289,9 @@ class Bundle:
         if manifest.unfinished:
             raise BundleError(
                 f"{folder}: the build is unfinished (stage {manifest.unfinished[0]} is to be done)",
-                fix="run the same `dgcompile build` command again: it goes on where it stopped",
+                fix=_how_to_finish(manifest, folder),
             )
-        absent = [name for name in _REQUIRED_FILES if name not in manifest.files]
+        absent = [name for name in required_files(manifest.target) if name not in manifest.files]
         if absent or manifest.engine is None or set(manifest.graphs) != set(GRAPH_FILES):
             lacking = absent[0] if absent else "engine" if manifest.engine is None else "a graph"
             raise BundleError(
@@ -333,13 +363,11 @@ def check_machine(manifest: Manifest, folder: Path) -> None:
         BundleError: built for another target, or the library is missing or older than the graphs need.
     """
     target, engine = manifest.target, manifest.engine
-    if target.backend != "onnxruntime" or engine is None:
-        capability = f", compute capability {target.compute_capability}" if target.compute_capability else ""
-        raise BundleError(
-            f"{folder} was built for target {target.name} ({target.backend}{capability})",
-            expected="target cpu (onnxruntime), the only one that this version of dgcompile runs",
-            fix="build the checkpoint with --target cpu",
-        )
+    if engine is None:
+        raise BundleError(f"{folder} has no engine", fix=_how_to_finish(manifest, folder))
+    if target.backend != "onnxruntime":
+        _check_gpu_machine(target, engine, folder)
+        return
     try:
         import onnxruntime  # slow to import, and not needed to look at a bundle
     except ImportError as error:
@@ -354,6 +382,35 @@ def check_machine(manifest: Manifest, folder: Path) -> None:
             expected=f"onnxruntime {engine.oldest_version} or newer (built with {engine.version})",
             fix=f"pip install 'onnxruntime>={engine.oldest_version}'",
         )
+
+
+def _check_gpu_machine(target: Target, engine: EngineLibrary, folder: Path) -> None:
+    if engine.rehearsed:
+        raise BundleError(
+            f"{folder} holds the engines of a rehearsal, which no GPU runs",
+            fix=f"finish it on a machine with {target.title}: dgcompile build --resume {folder}",
+        )
+    assert target.compute_capability is not None  # every GPU target has one
+    try:
+        check_gpu(target.compute_capability, target.backend)
+        import_library(target.backend, engine.version)
+    except BundleError as error:
+        raise BundleError(
+            f"{folder} was built for {target.title}: {error.problem}", expected=error.expected, fix=error.fix
+        ) from error
+
+
+def required_files(target: Target) -> tuple[str, ...]:
+    """Files without which a finished bundle for a target is none."""
+    engines = tuple(name(graph) for graph in GRAPH_FILES for name in (engine_file, table_file, layers_file))
+    on_gpu = (f"{kernels_folder(target)}/index.json", *engines) if target.backend != "onnxruntime" else ()
+    return (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE, *on_gpu)
+
+
+def _how_to_finish(manifest: Manifest, folder: Path) -> str:
+    if manifest.unfinished == ("engine",) and manifest.target.backend != "onnxruntime":
+        return f"on a machine that can build it: dgcompile build --resume {folder}"
+    return "run the same `dgcompile build` command again: it goes on where it stopped"
 
 
 def version_key(version: str) -> tuple[int, ...]:

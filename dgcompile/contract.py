@@ -20,6 +20,10 @@ GRAPH_FILES: dict[GraphName, str] = {"encoder": "encoder.onnx", "denoiser": "den
 """Names of the two graphs in a bundle."""
 
 
+ONNX_DOMAIN = "dgcompile"
+"""Domain of the custom operators' nodes, and namespace of their plugins."""
+
+
 class TensorSpec(BaseModel):
     """One graph input or output: its name, dtype and shape (an axis is a number or a symbol)."""
 

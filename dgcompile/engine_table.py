@@ -53,7 +53,7 @@ class EngineTensor(BaseModel):
         dtype: of its elements. Packed bytes (uint8 in the weights store) are int8 to an engine.
         shape: axes are numbers, or the symbols of the contract.
         profile: of inputs with a symbol in their shape.
-        weight: name in the weights store, for weights that are bound as inputs; None for what changes from call to call.
+        weight: name in the weights store, for weights that are bound as inputs; None for everything else.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

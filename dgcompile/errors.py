@@ -69,5 +69,23 @@ class EngineError(StageError):
     """A backend could not build, load or run an engine."""
 
 
+class EngineElsewhereError(StageError):
+    """All stages but the engine are done, and this machine cannot do that one. Exit code 3: go on on another.
+
+    Args:
+        lacking: what this machine lacks.
+        machine: where it can be done.
+        folder: the bundle.
+    """
+
+    exit_code = 3
+
+    def __init__(self, lacking: str, machine: str, folder: str) -> None:
+        super().__init__(
+            f"{folder} is finished but for its engines, which this machine cannot build: {lacking}",
+            fix=f"copy the folder to {machine} and run there: dgcompile build --resume {folder}",
+        )
+
+
 class MissingDependencyError(DgcompileError):
     """An optional package that this command needs is not installed."""

@@ -10,14 +10,15 @@ import pytest
 from dgcompile.errors import RecipeError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.recipe import Recipe, WeightFormats, list_recipes, weight_class
-from dgcompile.target import Target
+from dgcompile.target import Target, list_targets
 from tests.tiny_checkpoint import tiny_config
 
 FP32 = Path(__file__).parent.parent / "recipes" / "fp32.yaml"
 
 
 def test_every_listed_recipe_loads_under_its_own_name() -> None:
-    assert list_recipes() == ["fp32"]
+    assert list_recipes() == ["bf16", "fp32"]
+    assert [Recipe.load(name).name for name in list_recipes()] == list_recipes()
     assert [Recipe.load(name).name for name in list_recipes()] == list_recipes()
 
 
@@ -53,9 +54,11 @@ def test_what_is_no_weight_has_no_class(name: str) -> None:
 def test_impossible_pairs_are_refused_by_name() -> None:
     recipe = Recipe.load("fp32")
     recipe.check(Target.load("cpu"))
-    with pytest.raises(RecipeError, match=r"recipe 'fp32' cannot run on target 'h100'.*no tensorrt backend.*cpu"):
+    with pytest.raises(RecipeError, match=r"'fp32' computes in float32, which target 'h100' does not.*bfloat16.*bf16"):
         recipe.check(Target.load("h100"))
-    int8_only = Target(name="npu", title="NPU", backend="onnxruntime", weight_formats=("int8",))
+    with pytest.raises(RecipeError, match=r"'bf16' computes in bfloat16, which target 'cpu' does not.*float32.*fp32"):
+        Recipe.load("bf16").check(Target.load("cpu"))
+    int8_only = Target.load("cpu").model_copy(update={"name": "npu", "weight_formats": ("int8",)})
     with pytest.raises(RecipeError, match=r"'fp32' stores experts as fp32, which target 'npu'.*expected one of int8"):
         recipe.check(int8_only)
 
@@ -82,6 +85,12 @@ def test_bad_files_are_refused_by_file_and_key(tmp_path: Path, old: str, new: st
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("target", list_targets())
+def test_every_target_runs_its_default_recipe(target: str) -> None:
+    found = Target.load(target)
+    Recipe.load(found.default_recipe).check(found)
+
+
 def test_an_unknown_name() -> None:
-    with pytest.raises(RecipeError, match="unknown recipe 'fp64'; expected one of fp32, or the path"):
+    with pytest.raises(RecipeError, match="unknown recipe 'fp64'; expected one of bf16, fp32, or the path"):
         Recipe.load("fp64")

@@ -16,7 +16,11 @@ backend: tensorrt_rtx
 compute_capability: "8.9"
 memory_bytes: 24_000_000_000
 memory_bandwidth: 1.008e+12
+multiprocessors: 128
 flops: {bf16: 165.2e12}
+weight_formats: [bf16]
+activation_dtypes: [bfloat16]
+default_recipe: bf16
 """
 
 
@@ -62,6 +66,7 @@ def test_an_unknown_name() -> None:
         ("title:", "titel:", "unknown key 'titel'; expected one of name, title, backend"),
         ("title: My GPU", "", "title is missing"),
         ("tensorrt_rtx", "cuda", "backend is 'cuda'"),
+        ("multiprocessors: 128", "", "needs compute_capability and multiprocessors"),
         ('"8.9"', '"89"', "compute_capability is '89'"),
         ('"8.9"', "8.9", "compute_capability is 8.9"),
         ("24_000_000_000", "-1", "memory_bytes is -1"),

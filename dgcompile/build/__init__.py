@@ -5,6 +5,6 @@ torch, transformers and onnx are imported by the stages that need them, when the
 
 from __future__ import annotations
 
-from dgcompile.build.pipeline import DEFAULT_MAX_CONTEXT, build, check_buildable, resolve_max_context
+from dgcompile.build.pipeline import DEFAULT_MAX_CONTEXT, build, check_buildable, resolve_max_context, resume
 
-__all__ = ["DEFAULT_MAX_CONTEXT", "build", "check_buildable", "resolve_max_context"]
+__all__ = ["DEFAULT_MAX_CONTEXT", "build", "check_buildable", "resolve_max_context", "resume"]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from dgcompile import __version__
 from dgcompile.build.lock import LOCK_FILE, folder_lock
-from dgcompile.build.stages import ALL_STAGES, Job, Stage
+from dgcompile.build.stage import Job, Stage
+from dgcompile.build.stages import STAGES_OF
 from dgcompile.bundle import (
     CHAT_TEMPLATE_FILE,
     GENERATION_CONFIG_FILE,
@@ -24,11 +26,13 @@ from dgcompile.bundle import (
     StageRecord,
     check_files,
     record_files,
+    stages_of,
 )
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import BundleError, DgcompileError, InputError, MissingDependencyError, StageError, TargetError
 from dgcompile.files import PARTIAL_SUFFIX
 from dgcompile.model_spec import ModelSpec
+from dgcompile.plugins.block_attention.tiles import TILES
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
@@ -37,9 +41,19 @@ from dgcompile.weights_store import JOURNAL_FILE
 DEFAULT_MAX_CONTEXT = 8192
 """Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
 
+MAX_BATCH = 64
+"""Largest ``max_batch``: the logits of 64 canvases of the published model already take 17 GB."""
+
 _BUNDLE_FILES = frozenset(
     {MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, *GRAPH_FILES.values()}
 )
+_BUNDLE_FOLDERS = ("kernels", "engines", "cache")
+"""Folders of bundles for GPUs; the last holds what engines remember between runs, which no manifest lists."""
+
+_IN_FOLDERS = re.compile(
+    rf"(kernels/sm\d+/[\w.-]+\.(cubin|json)|engines/\w+\.(engine|tensors\.json|layers\.txt)|cache/[\w.-]+)({re.escape(PARTIAL_SUFFIX)})?"
+)
+"""The files in them that a build may remove."""
 _LEFTOVERS = frozenset({JOURNAL_FILE, *(name + PARTIAL_SUFFIX for name in (*_BUNDLE_FILES, JOURNAL_FILE))})
 """What a killed build may leave behind: these names and no others are ever removed."""
 
@@ -55,6 +69,7 @@ def build(
     output: str | Path,
     *,
     max_context: int | None = None,
+    max_batch: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -64,24 +79,26 @@ def build(
 
     Args:
         checkpoint: an opened checkpoint, a folder, or a hub id.
-        target: what to build for; only the onnxruntime backend can be built by this version.
+        target: what to build for.
         recipe: the precision of each class of weight.
         output: the bundle's folder, made when missing.
         max_context: most tokens, prompt and answer together, of one row; see :func:`resolve_max_context`.
+        max_batch: most rows of one engine call; GPU engines are built for it (default 1), CPU graphs take any number.
         overwrite: replace a bundle in ``output`` that was built from other inputs. Other folders are never touched.
         progress: told what is going on.
 
     Raises:
         TargetError, RecipeError, CheckpointError: what to build from or for is refused, before any work.
         BundleError: the output folder cannot be used.
-        InputError: ``max_context`` is out of range.
+        InputError: ``max_context`` or ``max_batch`` is out of range.
         StageError: a stage failed; what was finished before stays finished.
+        EngineElsewhereError: all is done but the engines, which need another machine.
         MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
     """
     check_buildable(target, recipe)
     progress = progress or Progress()
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-    context = resolve_max_context(opened.spec, max_context)
+    context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)
     folder = Path(output)
     _prepare_folder(folder)
     with _explained("starting the build", folder), folder_lock(folder):
@@ -92,35 +109,86 @@ def build(
             target=target,
             recipe=recipe,
             max_context=context,
+            max_batch=batch,
+            stages={stage: StageRecord() for stage in stages_of(target)},
         )
         manifest = _take_over(folder, wanted, overwrite)
-        job = Job(opened, folder, progress)
-        for stage in ALL_STAGES:
+        job = Job(folder, progress, opened)
+        for stage in STAGES_OF[target.backend]:
             with _explained(f"stage {stage.name}", folder):
                 manifest = _bring_up_to_date(stage, job, manifest)
         _sweep(folder, manifest)
-    return Bundle.open(folder, progress=progress)
+    # A bundle for a GPU may well be built where it cannot run.
+    return Bundle.open(folder, to_run=target.backend == "onnxruntime", progress=progress)
+
+
+def resume(folder: str | Path, *, progress: Progress | None = None) -> Bundle:
+    """Builds the engines of a bundle whose other stages are finished: needs no checkpoint and no PyTorch.
+
+    Args:
+        folder: the bundle.
+        progress: told what is going on.
+
+    Raises:
+        BundleError: it is no bundle, is damaged, or lacks an earlier stage.
+        EngineElsewhereError: this machine cannot build them either.
+        StageError: a stage failed.
+    """
+    folder = Path(folder)
+    progress = progress or Progress()
+    Manifest.read(folder)  # before the lock is made in somebody else's folder
+    with _explained("starting the build", folder), folder_lock(folder):
+        manifest = Manifest.read(folder)
+        earlier = [stage for stage in manifest.unfinished if stage != "engine"]
+        if earlier:
+            raise BundleError(
+                f"{folder}: stage {earlier[0]} is to be done, which needs the checkpoint",
+                fix="run `dgcompile build CHECKPOINT ...` again where the checkpoint is",
+            )
+        stages = {name: record for name, record in manifest.stages.items() if name != "engine"}
+        check_files(folder, {n: f for record in stages.values() for n, f in record.files.items()}, progress=progress)
+        engine = STAGES_OF[manifest.target.backend][-1]
+        with _explained(f"stage {engine.name}", folder):
+            manifest = _bring_up_to_date(engine, Job(folder, progress), manifest)
+        _sweep(folder, manifest)
+    return Bundle.open(folder, to_run=manifest.target.backend == "onnxruntime", progress=progress)
 
 
 def check_buildable(target: Target, recipe: Recipe) -> None:
-    """Refuses what this version cannot build, before any work.
+    """Refuses what this installation cannot build, before any work.
 
     Raises:
-        TargetError: another backend than onnxruntime.
+        TargetError: a GPU that there are no kernels for.
         RecipeError: the target cannot run the recipe.
         MissingDependencyError: a package that building needs is not installed.
     """
-    if target.backend != "onnxruntime":
+    if target.backend != "onnxruntime" and target.sm not in TILES:
         raise TargetError(
-            f"target {target.name} needs {target.backend} engines; this version of dgcompile builds cpu engines only",
-            expected="--target cpu",
+            f"target {target.name} has compute capability {target.compute_capability}",
+            expected=f"one of {', '.join(f'{sm // 10}.{sm % 10}' for sm in TILES)}, which the kernels are made for",
         )
     recipe.check(target)
-    missing = [name for name in _BUILD_PACKAGES if importlib.util.find_spec(name) is None]
+    packages = _BUILD_PACKAGES if target.backend == "onnxruntime" else (*_BUILD_PACKAGES, "triton")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed", fix="pip install 'dgcompile[build]'"
         )
+
+
+def resolve_max_batch(target: Target, requested: int | None) -> int | None:
+    """``max_batch`` of a bundle: ``requested`` or 1 on a GPU, None (any number) on the CPU.
+
+    Raises:
+        InputError: out of range, or given for a target whose engines take any number of rows.
+    """
+    if target.backend == "onnxruntime":
+        if requested is not None:
+            raise InputError(f"max_batch was given for target {target.name}, whose graphs take any number of rows")
+        return None
+    if requested is not None and not 1 <= requested <= MAX_BATCH:
+        raise InputError(f"max_batch is {requested}", expected=f"1 to {MAX_BATCH}")
+    return requested or 1
 
 
 def resolve_max_context(spec: ModelSpec, requested: int | None) -> int:
@@ -178,7 +246,8 @@ def _take_over(folder: Path, wanted: Manifest, overwrite: bool) -> Manifest:
     try:
         found = Manifest.read(folder)
     except BundleError:
-        foreign = sorted(p.name for p in folder.iterdir() if p.name not in _BUNDLE_FILES and not _is_ours(p))
+        ours = {*_BUNDLE_FILES, *_BUNDLE_FOLDERS}
+        foreign = sorted(p.name for p in folder.iterdir() if p.name not in ours and not _is_ours(p))
         if not overwrite:
             raise
         if foreign:
@@ -193,10 +262,11 @@ def _take_over(folder: Path, wanted: Manifest, overwrite: bool) -> Manifest:
     if differences and not overwrite:
         raise BundleError(
             f"{folder} holds a bundle of another build: {'; '.join(differences)}",
-            expected="the same checkpoint, target, recipe and max_context",
+            expected="the same checkpoint, target, recipe, max_context and max_batch",
             fix="choose another output folder, or replace that bundle with --overwrite",
         )
-    if found.spec != wanted.spec or found.recipe != wanted.recipe:
+    backend = found.target.backend
+    if found.spec != wanted.spec or found.recipe != wanted.recipe or backend != wanted.target.backend:
         # Nothing of the old bundle fits, and its graphs would contradict the new manifest.
         manifest = wanted
     else:
@@ -219,6 +289,8 @@ def _differences(found: Manifest, wanted: Manifest) -> list[str]:
     if found.recipe != wanted.recipe:
         same_name = found.recipe.name == wanted.recipe.name
         differences.append(f"recipe {found.recipe.name}" + (" with other formats" if same_name else ""))
+    if found.max_batch != wanted.max_batch:
+        differences.append(f"max_batch {found.max_batch} instead of {wanted.max_batch}")
     if found.max_context != wanted.max_context:
         differences.append(f"max_context {found.max_context} instead of {wanted.max_context}")
     return differences
@@ -261,6 +333,19 @@ def _sweep(folder: Path, manifest: Manifest) -> None:
         stale = path.name in _BUNDLE_FILES and path.name != MANIFEST_FILE and path.name not in manifest.files
         if path.is_file() and (stale or path.name in _LEFTOVERS):
             path.unlink()
+    for name in _BUNDLE_FOLDERS:
+        inner = folder / name
+        if not inner.is_dir() or inner.is_symlink():
+            continue
+        for path in sorted(inner.rglob("*"), reverse=True):
+            relative = path.relative_to(folder).as_posix()
+            kept = relative in manifest.files or (name == "cache" and manifest.target.backend != "onnxruntime")
+            if path.is_file() and not kept and _IN_FOLDERS.fullmatch(relative):
+                path.unlink()
+            elif path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+                path.rmdir()
+        if not any(inner.iterdir()):
+            inner.rmdir()
 
 
 @contextmanager

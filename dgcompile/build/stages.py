@@ -1,4 +1,4 @@
-"""The stages of a build: what each depends on, what it makes, and how.
+"""The stages of a build, in their order for each backend.
 
 A stage never writes under a final name before all of its bytes are written. What it depends on is hashed: a finished
 stage is redone only when that hash, or a file that it made, has changed.
@@ -6,19 +6,15 @@ stage is redone only when that hash, or a file that it made, has changed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
-import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import os
+from collections.abc import Mapping
 from typing import Any
 
-from dgcompile import __version__
 from dgcompile.build.onnxruntime import read_graph, try_graphs
+from dgcompile.build.stage import Job, Made, Stage
+from dgcompile.build.tensorrt.libraries import library_version
 from dgcompile.bundle import (
     CHAT_TEMPLATE_FILE,
     GENERATION_CONFIG_FILE,
@@ -26,97 +22,16 @@ from dgcompile.bundle import (
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     EngineLibrary,
-    GraphRecord,
     Manifest,
-    StageName,
+    kernels_folder,
 )
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.config_file import read_bytes
-from dgcompile.contract import GraphName
-from dgcompile.errors import CheckpointError, StageError
+from dgcompile.errors import CheckpointError, EngineElsewhereError, StageError
 from dgcompile.files import write_atomically
-from dgcompile.progress import Progress
+from dgcompile.gpu import LIBRARY_EXTRAS, query_gpus
+from dgcompile.target import Backend, Target
 from dgcompile.weights_store import plan_store
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one build is given.
-
-    Attributes:
-        checkpoint: the source.
-        folder: the bundle's folder.
-        progress: told what is going on.
-    """
-
-    checkpoint: Checkpoint
-    folder: Path
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class Made:
-    """What a stage made: names of its files, and the parts of the manifest that it fills in.
-
-    ``known_hashes`` are SHA-256 of files that were hashed while they were written.
-    """
-
-    files: tuple[str, ...] = ()
-    known_hashes: Mapping[str, str] = field(default_factory=dict)
-    graphs: dict[GraphName, GraphRecord] | None = None
-    engine: EngineLibrary | None = None
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage.
-
-    Attributes:
-        name: in the manifest.
-        tools: packages whose versions its result depends on.
-        code: modules and packages of dgcompile whose source its result depends on.
-        inputs: everything else that it depends on, as JSON data.
-        run: does the work.
-    """
-
-    name: StageName
-    tools: tuple[str, ...]
-    code: tuple[str, ...]
-    inputs: Callable[[Job, Manifest], dict[str, Any]]
-    run: Callable[[Job, Manifest], Made]
-
-    def tool_versions(self) -> dict[str, str]:
-        """Versions of the tools, and of Python."""
-        return {"python": platform.python_version(), **{tool: importlib.metadata.version(tool) for tool in self.tools}}
-
-    def input_hash(self, job: Job, manifest: Manifest) -> str:
-        """SHA-256 over everything that the result depends on."""
-        content = {
-            "dgcompile": __version__,
-            "code": {name: source_hash(name) for name in self.code},
-            "tools": self.tool_versions(),
-            "inputs": self.inputs(job, manifest),
-        }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def source_hash(module: str) -> str:
-    """SHA-256 over the Python source of a module or a whole package, so that edited code makes its stage run again.
-
-    Taken once per process: what is edited later is not what runs.
-    """
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise StageError(f"the source of {module} cannot be found", fix="install dgcompile again")
-    origin = Path(spec.origin)
-    folder = origin.parent
-    files = sorted(folder.rglob("*.py")) if spec.submodule_search_locations is not None else [origin]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
-
 
 # assets: what the runtime needs beside the graphs ---------------------------------------------------------------------
 
@@ -170,7 +85,7 @@ def _json_bytes(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-# trace: the two graphs ------------------------------------------------------------------------------------------------
+# trace: the two graphs -----------------------------------------------------------------------------------------------
 
 
 def _layout(manifest: Manifest) -> dict[str, list[Any]]:
@@ -201,7 +116,7 @@ def _trace(job: Job, manifest: Manifest) -> Made:
     return Made(files=tuple(GRAPH_FILES.values()), graphs=graphs)
 
 
-# weights: the store ---------------------------------------------------------------------------------------------------
+# weights: the store --------------------------------------------------------------------------------------------------
 
 
 def _weights_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
@@ -224,15 +139,19 @@ def _convert(job: Job, manifest: Manifest) -> Made:
     return Made(files=(WEIGHTS_FILE,), known_hashes={WEIGHTS_FILE: converted.sha256})
 
 
-# engine: proof that the library runs it -------------------------------------------------------------------------------
+# engine, on the CPU: proof that the library runs the graphs -----------------------------------------------------------
 
 
 def _engine_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
-    files = manifest.files
     return {
-        "files": {name: files[name].sha256 for name in (*GRAPH_FILES.values(), WEIGHTS_FILE)},
+        "files": _hashes(manifest, *GRAPH_FILES.values(), WEIGHTS_FILE),
         "graphs": {graph: record.model_dump(mode="json") for graph, record in manifest.graphs.items()},
     }
+
+
+def _hashes(manifest: Manifest, *names: str) -> dict[str, str]:
+    files = manifest.files
+    return {name: files[name].sha256 for name in names}
 
 
 def _try_engine(job: Job, manifest: Manifest) -> Made:
@@ -240,24 +159,131 @@ def _try_engine(job: Job, manifest: Manifest) -> Made:
     return Made(engine=try_graphs(job.folder, manifest.graphs, manifest.spec, dtype, job.progress))
 
 
-ALL_STAGES = (
-    Stage("assets", (), ("dgcompile.generation_config",), _assets_inputs, _make_assets),
-    Stage(
-        "trace",
-        ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "protobuf"),
-        ("dgcompile.trace", "dgcompile.plugins", "dgcompile.contract", "dgcompile.model_spec", "dgcompile.checkpoint"),
-        _trace_inputs,
-        _trace,
+# kernels, of GPU targets: what the plugins launch ---------------------------------------------------------------------
+
+
+def _kernels_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "spec": manifest.spec.model_dump(mode="json"),
+        "recipe": manifest.recipe.model_dump(mode="json"),
+        "target": manifest.target.model_dump(mode="json"),
+        "max_context": manifest.max_context,
+        "max_batch": manifest.max_batch,
+    }
+
+
+def _make_kernels(job: Job, manifest: Manifest) -> Made:
+    from dgcompile.build.kernels import make_kernels
+
+    return Made(
+        files=make_kernels(
+            job.folder,
+            manifest.spec,
+            manifest.recipe,
+            manifest.target,
+            manifest.max_batch or 1,
+            manifest.max_context,
+            job.progress,
+        )
+    )
+
+
+# engine, of GPU targets: built by TensorRT or TensorRT-RTX ------------------------------------------------------------
+
+REHEARSAL = "DGCOMPILE_ENGINE_REHEARSAL"
+"""Environment variable that lets the TensorRT backend build where the target's GPU is missing, to try this code; the
+engines are marked in the manifest, and nothing runs them."""
+
+
+def _tensorrt_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
+    stage = manifest.stages["kernels"]
+    return {
+        "files": _hashes(manifest, *GRAPH_FILES.values(), WEIGHTS_FILE, *sorted(stage.files)),
+        "target": manifest.target.model_dump(mode="json"),
+        "max_context": manifest.max_context,
+        "max_batch": manifest.max_batch,
+    }
+
+
+def _build_engines(job: Job, manifest: Manifest) -> Made:
+    target = manifest.target
+    rehearsed = target.backend == "tensorrt" and bool(os.environ.get(REHEARSAL))
+    lacking = whats_lacking(target, rehearsed=rehearsed)
+    if lacking:
+        raise EngineElsewhereError(lacking, f"a machine with {target.title} and {target.backend}", str(job.folder))
+    from dgcompile.build.tensorrt.engines import ENGINE_FILES, build_engines
+
+    version = build_engines(
+        job.folder,
+        manifest.spec,
+        manifest.recipe.activation_dtype,
+        target,
+        job.folder / kernels_folder(target),
+        manifest.max_context,
+        manifest.max_batch or 1,
+        job.progress,
+    )
+    library = EngineLibrary(name=target.backend, version=version, oldest_version=version, rehearsed=rehearsed)
+    return Made(files=ENGINE_FILES, engine=library)
+
+
+def whats_lacking(target: Target, *, rehearsed: bool = False) -> str | None:
+    """What this machine lacks to build engines for a GPU target; None when it can.
+
+    TensorRT-RTX builds for a GPU that is not there. TensorRT times its kernels, so it builds only for the one that is.
+
+    Args:
+        target: of the tensorrt or tensorrt_rtx backend.
+        rehearsed: do without the GPU.
+    """
+    if library_version(target.backend) is None:
+        return f"{target.backend} is not installed here (pip install 'dgcompile[{LIBRARY_EXTRAS[target.backend]}]')"
+    if target.backend == "tensorrt" and not rehearsed:
+        gpus = query_gpus()
+        if not any(card.compute_capability == target.compute_capability for card in gpus.cards):
+            found = ", ".join(card.name for card in gpus.cards)
+            return gpus.problem or f"this machine has {found}"
+    return None
+
+
+_ASSETS = Stage("assets", (), ("dgcompile.generation_config",), _assets_inputs, _make_assets)
+_TRACE = Stage(
+    "trace",
+    ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "protobuf"),
+    (
+        "dgcompile.trace",
+        "dgcompile.plugins.block_attention.torch_op",
+        "dgcompile.plugins.moe.torch_op",
+        "dgcompile.contract",
+        "dgcompile.model_spec",
+        "dgcompile.checkpoint",
     ),
-    Stage(
-        "weights",
-        ("torch",),
-        ("dgcompile.quantize", "dgcompile.weights_store", "dgcompile.safetensors_file", "dgcompile.checkpoint"),
-        _weights_inputs,
-        _convert,
-    ),
-    Stage(
-        "engine", ("onnxruntime",), ("dgcompile.build.onnxruntime", "dgcompile.contract"), _engine_inputs, _try_engine
-    ),
+    _trace_inputs,
+    _trace,
 )
+_WEIGHTS = Stage(
+    "weights",
+    ("torch",),
+    ("dgcompile.quantize", "dgcompile.weights_store", "dgcompile.safetensors_file", "dgcompile.checkpoint"),
+    _weights_inputs,
+    _convert,
+)
+_TRY_GRAPHS = Stage(
+    "engine", ("onnxruntime",), ("dgcompile.build.onnxruntime", "dgcompile.contract"), _engine_inputs, _try_engine
+)
+_KERNELS = Stage(
+    "kernels", ("triton",), ("dgcompile.plugins", "dgcompile.build.kernels"), _kernels_inputs, _make_kernels
+)
+
+
+def _tensorrt(*tools: str) -> Stage:
+    code = ("dgcompile.build.tensorrt", "dgcompile.contract", "dgcompile.engine_table", "dgcompile.plugins")
+    return Stage("engine", ("onnx", *tools), code, _tensorrt_inputs, _build_engines)
+
+
+STAGES_OF: dict[Backend, tuple[Stage, ...]] = {
+    "onnxruntime": (_ASSETS, _TRACE, _WEIGHTS, _TRY_GRAPHS),
+    "tensorrt_rtx": (_ASSETS, _TRACE, _WEIGHTS, _KERNELS, _tensorrt("tensorrt_rtx")),
+    "tensorrt": (_ASSETS, _TRACE, _WEIGHTS, _KERNELS, _tensorrt("tensorrt", "tensorrt_cu13_bindings")),
+}
 """In the order in which they run."""

@@ -1,7 +1,7 @@
 """The ``dgcompile`` command: lazily imported subcommands, and one place that turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a failed stage (or ``verify`` found a difference), 2 bad input, 130 interrupted with Ctrl-C,
-141 nobody reads the output any more.
+Exit codes: 0 done, 1 a failed stage (or ``verify`` found a difference), 2 bad input, 3 a build that another machine
+must finish, 130 interrupted with Ctrl-C, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ def command(as_json: bool) -> None:
 
     targets = [Target.load(name) for name in list_targets()]
     if as_json:
-        print_json([{**target.model_dump(mode="json"), "buildable": bool(target.weight_formats)} for target in targets])
+        print_json([target.model_dump(mode="json") for target in targets])
         return
     from dgcompile.cli.render import print_table
 
     print_table(
-        ("target", "machine", "backend", "memory", "bandwidth", "can be built"),
+        ("target", "machine", "backend", "memory", "bandwidth", "recipe"),
         [
             (
                 target.name,
@@ -36,7 +36,7 @@ def command(as_json: bool) -> None:
                 target.backend,
                 format_bytes(target.memory_bytes) if target.memory_bytes else "-",
                 format_bytes(target.memory_bandwidth) + "/s" if target.memory_bandwidth else "-",
-                "yes" if target.weight_formats else "not yet",
+                target.default_recipe,
             )
             for target in targets
         ],

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 
 from dgcompile.checkpoint import canonical_name
-from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.contract import ONNX_DOMAIN, GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.errors import TraceError
 from dgcompile.files import write_atomically
 from dgcompile.model_spec import ModelSpec
@@ -24,7 +24,7 @@ from dgcompile.recipe import ActivationDType
 from dgcompile.safetensors_file import StoredTensor
 from dgcompile.trace.functions import OPSET, function_protos
 from dgcompile.trace.modules import DenoiserGraph, EncoderGraph
-from dgcompile.trace.nodes import ONNX_DOMAIN, ONNX_DOMAIN_VERSION, TRANSLATIONS
+from dgcompile.trace.nodes import ONNX_DOMAIN_VERSION, TRANSLATIONS
 
 IR_VERSION = 10
 """ONNX IR version of the files: the first with opset 21 and 4-bit integers, read by onnxruntime 1.18 and later."""

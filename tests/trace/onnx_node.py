@@ -10,7 +10,8 @@ import onnxruntime
 from onnx import helper
 
 from dgcompile.trace.functions import OPSET, function_protos
-from dgcompile.trace.nodes import ONNX_DOMAIN, ONNX_DOMAIN_VERSION
+from dgcompile.contract import ONNX_DOMAIN
+from dgcompile.trace.nodes import ONNX_DOMAIN_VERSION
 
 
 def run_node(op_type: str, inputs: dict[str, np.ndarray], **attributes: Any) -> np.ndarray:

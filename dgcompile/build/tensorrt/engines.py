@@ -1,0 +1,183 @@
+"""Builds both engines of a bundle: starts a worker for each, follows it, and gives its files their names."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dgcompile.build.tensorrt.graph import engine_graph, engine_table
+from dgcompile.build.tensorrt.libraries import worker_environment
+from dgcompile.build.tensorrt.worker import EngineJob
+from dgcompile.contract import GRAPH_FILES
+from dgcompile.engine_table import ENGINES_FOLDER, engine_file, layers_file, table_file
+from dgcompile.errors import EngineError
+from dgcompile.files import PARTIAL_SUFFIX, sync_folder, write_atomically
+from dgcompile.model_spec import ModelSpec
+from dgcompile.progress import Progress
+from dgcompile.recipe import ActivationDType
+from dgcompile.target import Target
+
+ENGINE_FILES: tuple[str, ...] = tuple(
+    name(graph) for graph in GRAPH_FILES for name in (engine_file, table_file, layers_file)
+)
+"""Names of the files that :func:`build_engines` makes."""
+
+_LAST_LINES = 12
+
+
+def build_engines(
+    folder: Path,
+    spec: ModelSpec,
+    dtype: ActivationDType,
+    target: Target,
+    kernels: Path,
+    max_context: int,
+    max_batch: int,
+    progress: Progress,
+) -> str:
+    """Builds ``engines/{encoder,denoiser}`` of the bundle in ``folder``, each in a process of its own.
+
+    Args:
+        folder: holds the graphs, the weights and the kernels.
+        spec: the model.
+        dtype: of activations and KV cache.
+        target: the GPU; its backend names the library.
+        kernels: folder of the kernels for that GPU.
+        max_context: tokens of a row.
+        max_batch: most rows of a call.
+        progress: told of the builder's progress, in percent.
+
+    Returns:
+        Version of the library that built them.
+
+    Raises:
+        EngineError: a graph cannot be built; says what the builder said.
+    """
+    (folder / ENGINES_FOLDER).mkdir(exist_ok=True)
+    version = ""
+    for graph, file in GRAPH_FILES.items():
+        _, lifted = engine_graph(folder / file)
+        table = engine_table(graph, spec, dtype, max_context, max_batch, lifted)
+        engine, layers = folder / engine_file(graph), folder / layers_file(graph)
+        job = EngineJob(
+            backend=target.backend,
+            bundle=str(folder),
+            graph=graph,
+            table=table.model_dump_json(),
+            kernels=str(kernels),
+            sm=target.sm,
+            multiprocessors=target.multiprocessors or 1,
+            engine=str(engine) + PARTIAL_SUFFIX,
+            layers=str(layers) + PARTIAL_SUFFIX,
+        )
+        try:
+            version = _run_worker(job, progress)["version"]
+            for path in (engine, layers):
+                Path(str(path) + PARTIAL_SUFFIX).replace(path)
+        finally:
+            for path in (engine, layers):
+                Path(str(path) + PARTIAL_SUFFIX).unlink(missing_ok=True)
+        write_atomically(folder / table_file(graph), table.to_bytes())
+    sync_folder(folder / ENGINES_FOLDER)
+    return version
+
+
+def _run_worker(job: EngineJob, progress: Progress) -> Mapping[str, Any]:
+    """Starts a worker and follows its events to the last one; returns that."""
+    with (
+        tempfile.TemporaryDirectory(prefix="dgcompile-") as links,
+        progress.task(f"engine {job.graph}", 100, "%") as advance,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dgcompile.build.tensorrt.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=worker_environment(job.backend, Path(links)),
+            # Ctrl-C is this process's to handle: it ends the worker below.
+            start_new_session=True,
+        )
+        assert process.stdin and process.stdout and process.stderr
+        said: deque[str] = deque(maxlen=_LAST_LINES)
+        listener = threading.Thread(target=_listen, args=(process.stderr, said), daemon=True)
+        listener.start()
+        last: dict[str, Any] = {}
+        phases = _Phases()
+        try:
+            process.stdin.write(json.dumps(asdict(job)) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                last = json.loads(line)
+                advance(phases.take(last))
+            code = process.wait()
+        except BrokenPipeError:
+            code = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            listener.join(timeout=5)
+    if last.get("event") == "done" and code == 0:
+        return last
+    if last.get("event") == "error":
+        raise EngineError(last["problem"], expected=last["expected"], fix=last["fix"])
+    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    reason = "; ".join(said) or "it said nothing"
+    raise EngineError(f"the process that built the {job.graph} {ended}; its last words: {reason}")
+
+
+def _listen(stream: Any, said: deque[str]) -> None:
+    for line in stream:
+        if line.strip():
+            said.append(" ".join(line.split())[:400])
+
+
+class _Phases:
+    """The builder's nested phases as one percentage.
+
+    A phase's share of its parent is one of the parent's steps, so the sum never exceeds the whole; phases that come
+    again with a finished parent add nothing.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[str | None, int, int]] = {}  # parent, steps, steps done
+        self._told = 0.0
+
+    def take(self, event: Mapping[str, Any]) -> float:
+        """Takes an event; returns by how many percent the whole got further."""
+        kind, name = event["event"], event.get("name", "")
+        if kind == "phase":
+            self._open[name] = (event["parent"], max(event["steps"], 1), 0)
+        elif kind == "step" and name in self._open:
+            parent, steps, done = self._open[name]
+            self._open[name] = (parent, steps, min(done + 1, steps))
+        elif kind == "finish":
+            self._open.pop(name, None)
+        elif kind == "done":
+            return 100 - self._told
+        now = max((self._share(name) for name in self._open), default=0.0) * 100
+        further = max(0.0, now - self._told)
+        self._told += further
+        return further
+
+    def _share(self, name: str) -> float:
+        """How much of the whole is done when this phase is where the builder is."""
+        part, at, seen = 0.0, name, set()
+        while at in self._open and at not in seen:
+            seen.add(at)
+            parent, steps, done = self._open[at]
+            part = min((done + part) / steps, 1.0)
+            if parent is None:
+                return part
+            at = parent
+        return 0.0

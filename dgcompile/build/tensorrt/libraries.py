@@ -1,0 +1,56 @@
+"""Which engine library is installed, and the environment that its builder needs. The library itself is never imported
+here: only the worker's process does that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib import metadata
+from pathlib import Path
+
+from dgcompile.errors import StageError
+from dgcompile.gpu import LIBRARY_EXTRAS
+
+_DISTRIBUTIONS = {
+    "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_cu13_bindings"),
+    "tensorrt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12"),
+}
+_LIBRARY_FOLDERS = {"tensorrt_rtx": "tensorrt_rtx_libs", "tensorrt": "tensorrt_libs"}
+
+
+def library_version(backend: str) -> str | None:
+    """Version of the installed engine library, "tensorrt" or "tensorrt_rtx"; None where it is not installed."""
+    if importlib.util.find_spec(backend) is None:
+        return None
+    for distribution in _DISTRIBUTIONS[backend]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise StageError(
+        f"{backend} can be imported but no package says its version",
+        expected=f"one of the packages {', '.join(_DISTRIBUTIONS[backend])}",
+        fix=f"pip install 'dgcompile[{LIBRARY_EXTRAS[backend]}]'",
+    )
+
+
+def worker_environment(backend: str, links: Path) -> dict[str, str]:
+    """Environment variables of a builder's process.
+
+    When a graph has plugins, the parser loads the library once more by its name without a version
+    (``libtensorrt_rtx.so``) and ends the process if there is none; the wheels have only ``libtensorrt_rtx.so.1``. Links
+    of those names on LD_LIBRARY_PATH, which the loader reads when a process starts, help.
+
+    Args:
+        backend: the engine library.
+        links: an empty folder that exists as long as the process.
+    """
+    spec = importlib.util.find_spec(_LIBRARY_FOLDERS[backend])
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for library in sorted(Path(folder).glob("lib*.so.*")):
+            link = links / (library.name.partition(".so.")[0] + ".so")
+            if not link.exists():
+                link.symlink_to(library)
+    paths = [str(links), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(paths)}

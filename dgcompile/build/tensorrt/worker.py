@@ -1,0 +1,245 @@
+"""The process that builds one engine: ``python -m dgcompile.build.tensorrt.worker``.
+
+A process of its own, because the library needs an environment that must be there before a process starts (see
+``libraries.py``), because it ends the process where others raise, and because its memory goes back with it.
+
+The job comes as one JSON line on stdin, which then stays open: when it closes, the parent is gone and so is the worker.
+Events go out as JSON lines on stdout; whatever libraries print there goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dgcompile.contract import GRAPH_FILES, GraphName
+from dgcompile.engine_table import EngineDType, EngineTable
+from dgcompile.errors import DgcompileError, EngineError
+
+Emit = Callable[[dict[str, Any]], None]
+
+LAYERS_BEGIN = ("Layers:", "Engine Layer Information:")
+"""How the message begins that lists the finished engine's layers, which the builder writes at VERBOSE."""
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """What a worker is given.
+
+    Attributes:
+        backend: the library's Python package, "tensorrt_rtx" or "tensorrt".
+        bundle: the bundle's folder.
+        graph: which engine.
+        table: the engine's tensors, as JSON.
+        kernels: folder of the bundle's kernels.
+        sm: compute capability, such as 120.
+        multiprocessors: of the GPU.
+        engine, layers: files to write; the parent gives them their final names.
+    """
+
+    backend: str
+    bundle: str
+    graph: GraphName
+    table: str
+    kernels: str
+    sm: int
+    multiprocessors: int
+    engine: str
+    layers: str
+
+
+def main() -> None:
+    """Entry point of the process."""
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def emit(event: dict[str, Any]) -> None:
+        events.write(json.dumps(event) + "\n")
+
+    job = EngineJob(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        emit({"event": "done", **_build(job, emit)})
+    except DgcompileError as error:
+        emit({"event": "error", "problem": error.problem, "expected": error.expected, "fix": error.fix})
+    except Exception as error:
+        traceback.print_exc()
+        emit({"event": "error", "problem": f"{type(error).__name__}: {error}", "expected": None, "fix": None})
+    events.flush()
+    # TensorRT's objects and Python's end in an order that has crashed; everything is written.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
+    # Before the library loads anything: numpy and onnx, then the library, then the plugins that subclass its classes.
+    from dgcompile.build.tensorrt.graph import engine_graph
+    from dgcompile.plugins.adapter import register_plugins
+    from dgcompile.plugins.library import KernelLibrary
+
+    trt = import_module(job.backend)
+    path = Path(job.bundle) / GRAPH_FILES[job.graph]
+    model, _ = engine_graph(path)
+    table = EngineTable.model_validate_json(job.table)
+
+    logger = _logger(trt)
+    builder = trt.Builder(logger)
+    plugins = register_plugins(trt, KernelLibrary.open(Path(job.kernels), job.sm), job.multiprocessors)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    parsed = parser.parse(model.SerializeToString(), str(path))
+    plugins.check()
+    if not parsed:
+        problems = [_parser_problem(parser.get_error(index)) for index in range(parser.num_errors)]
+        raise EngineError(f"{path.name}: {job.backend} {trt.__version__} cannot take it: {'; '.join(problems)}")
+    _check_network(trt, network, table, path.name)
+
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if job.backend == "tensorrt_rtx":
+        # Only this library can build for a GPU that is not here.
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{job.sm}"), 0)
+    config.add_optimization_profile(_profile(builder, table))
+    config.progress_monitor = _monitor(trt, emit)
+
+    with Path(job.engine).open("wb") as file:
+        built = builder.build_serialized_network_to_stream(network, config, _writer(trt, file))
+        file.flush()
+        os.fsync(file.fileno())
+    plugins.check()
+    if not built:
+        raise EngineError(f"{job.backend} {trt.__version__} could not build the {job.graph}: {logger.last_error}")
+    layers = logger.layers or _inspected(trt, logger, job)
+    Path(job.layers).write_text(layers.rstrip("\n") + "\n", encoding="utf-8")
+    return {"version": trt.__version__}
+
+
+def _inspected(trt: Any, logger: Any, job: EngineJob) -> str:
+    """The list of layers as the finished engine tells it, which takes the GPU that it was built for.
+
+    Raises:
+        EngineError: it cannot be loaded here.
+    """
+    engine = trt.Runtime(logger).deserialize_cuda_engine(Path(job.engine).read_bytes())
+    if engine is None:
+        raise EngineError(f"{job.backend} {trt.__version__} did not say what layers the {job.graph} has")
+    return str(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def _logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        """Keeps the list of layers and the last error; prints warnings to stderr, which the parent shows on failure."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.layers = ""
+            self.last_error = "it gave no reason"
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self.last_error = " ".join(message.split())
+            if severity not in (trt.ILogger.Severity.VERBOSE, trt.ILogger.Severity.INFO):
+                print(message, file=sys.stderr, flush=True)
+            elif message.startswith(LAYERS_BEGIN):
+                self.layers = message
+
+    return Logger()
+
+
+def _monitor(trt: Any, emit: Emit) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        """Passes on how far the builder got."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            emit({"event": "phase", "name": phase_name, "parent": parent_phase, "steps": num_steps})
+
+        def phase_finish(self, phase_name: str) -> None:
+            emit({"event": "finish", "name": phase_name})
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            emit({"event": "step", "name": phase_name, "step": step})
+            return True
+
+    return Monitor()
+
+
+def _writer(trt: Any, file: Any) -> Any:
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        """Writes the engine piece by piece, so that it is never in memory as a whole."""
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: bytes) -> int:
+            return int(file.write(data))
+
+    return Writer()
+
+
+def _profile(builder: Any, table: EngineTable) -> Any:
+    profile = builder.create_optimization_profile()
+    for tensor in table.tensors:
+        if tensor.profile is not None:
+            profile.set_shape(tensor.name, tensor.profile.min, tensor.profile.opt, tensor.profile.max)
+    return profile
+
+
+def _check_network(trt: Any, network: Any, table: EngineTable, name: str) -> None:
+    """Compares what was parsed with what sessions will bind by address."""
+    names: dict[Any, EngineDType] = {
+        trt.float32: "float32",
+        trt.float16: "float16",
+        trt.bfloat16: "bfloat16",
+        trt.fp8: "float8e4m3fn",
+        trt.int8: "int8",
+        trt.int32: "int32",
+        trt.bool: "bool",
+    }
+    found = {
+        tensor.name: (mode, names.get(tensor.dtype), tuple(tensor.shape))
+        for mode, count, get in (
+            ("input", network.num_inputs, network.get_input),
+            ("output", network.num_outputs, network.get_output),
+        )
+        for tensor in (get(index) for index in range(count))
+    }
+    unknown = sorted(set(found) ^ {tensor.name for tensor in table.tensors})
+    if unknown:
+        raise EngineError(f"{name}: {unknown[0]} is in only one of the network and the table of its tensors")
+    for tensor in table.tensors:
+        mode, dtype, shape = found[tensor.name]
+        same_shape = len(shape) == len(tensor.shape) and all(
+            isinstance(wanted, str) or actual in (wanted, -1)
+            for actual, wanted in zip(shape, tensor.shape, strict=False)
+        )
+        if mode != tensor.mode or dtype != tensor.dtype or not same_shape:
+            raise EngineError(
+                f"{name}: {tensor.name} became {mode} {dtype} {list(shape)}",
+                expected=f"{tensor.mode} {tensor.dtype} {list(tensor.shape)}",
+            )
+
+
+def _parser_problem(error: Any) -> str:
+    place = f"node {error.node_name()} ({error.node_operator()})" if error.node_operator() else "the graph"
+    return f"{place}: {' '.join(error.desc().split())}"
+
+
+if __name__ == "__main__":
+    main()
