@@ -1,0 +1,152 @@
+"""The kernels stage of GPU targets: compiles every kernel that a model's two graphs can ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dgcompile.errors import RecipeError, TargetError
+from dgcompile.model_spec import ModelSpec
+from dgcompile.plugins.block_attention import launch as attention
+from dgcompile.plugins.block_attention.tiles import tile_for
+from dgcompile.plugins.launch import Launch
+from dgcompile.plugins.library import library_folder
+from dgcompile.plugins.moe import launch as moe
+from dgcompile.plugins.moe.formats import WeightFormat
+from dgcompile.progress import Progress
+from dgcompile.recipe import Recipe
+from dgcompile.runtime.loop import ENCODE_CHUNK
+from dgcompile.target import Target
+
+ACTIVATIONS = {"bfloat16": "bf16"}
+"""dtype of a recipe's activations -> Triton's name of it; kernels compute with nothing else."""
+
+EXPERT_FORMATS: dict[str, tuple[WeightFormat, int]] = {"bf16": ("float", 0)}
+"""Format of a recipe's experts -> weight_format and group_size of the MixtureOfExperts nodes."""
+
+
+def make_kernels(
+    folder: Path,
+    spec: ModelSpec,
+    recipe: Recipe,
+    target: Target,
+    max_batch: int,
+    max_context: int,
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Compiles the kernels of a model for a GPU target into a bundle.
+
+    Args:
+        folder: the bundle; the kernels go to ``kernels/sm<SM>/`` in it.
+        spec: shape of the model.
+        recipe: number formats.
+        target: the GPU.
+        max_batch: rows of a batch at most.
+        max_context: tokens of a row at most.
+        progress: told of each kernel.
+
+    Returns:
+        Names of the files, relative to ``folder``.
+
+    Raises:
+        TargetError, RecipeError: there are no kernels for this GPU, for a layer's head_dim or for a number format.
+        StageError: a kernel does not compile.
+    """
+    # Triton takes a second to import, and planning does not need it.
+    from dgcompile.plugins.build_kernels import build_library
+
+    activations = ACTIVATIONS.get(recipe.activation_dtype)
+    expert_format = EXPERT_FORMATS.get(recipe.weights.experts)
+    if activations is None or expert_format is None:
+        raise RecipeError(
+            f"recipe {recipe.name!r} computes in {recipe.activation_dtype} with experts in {recipe.weights.experts}, "
+            "which there are no kernels for",
+            expected=f"activations in {', '.join(ACTIVATIONS)} and experts in {', '.join(EXPERT_FORMATS)}",
+        )
+    sm = compute_capability(target)
+    if target.multiprocessors is None:
+        raise TargetError(f"target {target.name!r} has no multiprocessors", expected="a GPU's")
+    weight_format, group_size = expert_format
+    launches = plan_attention(spec, activations, sm, target.multiprocessors, max_batch, max_context)
+    launches += plan_experts(spec, activations, sm, weight_format, group_size)
+    name = library_folder(sm)
+    files = build_library(folder / name, launches, sm, progress)
+    return tuple(f"{name}/{file}" for file in files)
+
+
+def compute_capability(target: Target) -> int:
+    """Compute capability of a target that kernels exist for, as major * 10 + minor.
+
+    Raises:
+        TargetError: there are none for it.
+    """
+    known = sorted({sm for sm, _ in moe.TILES})
+    found = None if target.compute_capability is None else int(target.compute_capability.replace(".", ""))
+    if found not in known:
+        raise TargetError(
+            f"target {target.name!r} has compute capability {target.compute_capability}, which has no kernels",
+            expected=", ".join(f"{sm / 10}" for sm in known),
+        )
+    return found
+
+
+def plan_attention(
+    spec: ModelSpec, activations: str, sm: int, multiprocessors: int, max_batch: int, max_context: int
+) -> list[Launch]:
+    """Launches, one at least for each BlockAttention kernel that either graph can ask for.
+
+    Splits depend on batch, new tokens and the cache's capacity: every batch and number of tokens is tried, at the
+    largest capacity and its halves. Where an engine meets a capacity in between whose best number of splits is missing,
+    it takes the best of those that are there (see :func:`~dgcompile.plugins.block_attention.launch.choose_splits`).
+    """
+    found: dict[str, Launch] = {}
+    layers = {
+        (layer.num_key_value_heads, layer.head_dim, layer.window, spec.cache_capacity(index, max_context))
+        for index, layer in enumerate(spec.layers)
+    }
+    for kv_heads, head_dim, window, largest in sorted(layers):
+        try:
+            tile = tile_for(sm, head_dim)
+            attention.check(
+                attention.Shape(1, 1, spec.num_attention_heads, kv_heads, head_dim, largest),
+                attention.Mode(1.0, window, True),
+            )
+        except ValueError as problem:
+            raise TargetError(f"the model cannot run on compute capability {sm / 10}: {problem}") from problem
+        for causal, token_counts in ((True, range(1, ENCODE_CHUNK + 1)), (False, (spec.canvas_length,))):
+            for batch in range(1, max_batch + 1):
+                shapes = {
+                    attention.Shape(batch, tokens, spec.num_attention_heads, kv_heads, head_dim, capacity)
+                    for tokens in token_counts
+                    for capacity in _halves(largest)
+                }
+                # Kernels differ by the number of splits alone: one shape stands for all that take it.
+                by_splits = {attention.choose_splits(shape, sm, tile, multiprocessors): shape for shape in shapes}
+                for splits, shape in {1: next(iter(shapes)), **by_splits}.items():
+                    mode = attention.Mode(1.0, window, causal)
+                    for launch in attention.launches(shape, mode, activations, tile, splits):
+                        found.setdefault(launch.key, launch)
+    return list(found.values())
+
+
+def _halves(capacity: int) -> list[int]:
+    sizes = [capacity]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def plan_experts(
+    spec: ModelSpec,
+    activations: str,
+    sm: int,
+    weight_format: WeightFormat,
+    group_size: int,
+    int4_scales: str = "fp16",
+) -> list[Launch]:
+    """Launches, one at least for each MixtureOfExperts kernel that either graph can ask for: both tiles."""
+    shape = moe.Shape(1, spec.top_k_experts, spec.num_experts, spec.hidden_size, spec.moe_intermediate_size)
+    found: dict[str, Launch] = {}
+    for tile in moe.TILES[sm, weight_format]:
+        for launch in moe.launches(shape, weight_format, group_size, tile, activations, int4_scales):
+            found.setdefault(launch.key, launch)
+    return list(found.values())
