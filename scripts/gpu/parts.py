@@ -1,0 +1,130 @@
+"""The check's parts, each in a process of its own: a crash, or one killed for time, costs no other its results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu.device import Rates
+
+HEAD_DIMS = (32, 64, 128, 256, 512)
+FORMAT_NAMES = ("float", "fp8", "int4 g32", "int4 g64", "w4a8 g32", "w4a8 g64")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        name: what ``--part`` takes.
+        numeric: it checks numbers and may share the device with others; else it times and must be alone.
+        seconds: with less time left than this it is not begun.
+    """
+
+    name: str
+    numeric: bool
+    seconds: int
+
+
+def numeric_parts(cpu: bool, quick: bool) -> list[Part]:
+    """The numeric checks, longest first, so that none is left alone at the end."""
+    if cpu:
+        names = ["attention 32", "experts w4a8 g64"] + ["experts float", "experts fp8", "experts int4 g32"] * (
+            not quick
+        )
+    else:
+        head_dims = (64, 256, 512) if quick else HEAD_DIMS
+        formats = [name for name in FORMAT_NAMES if not quick or name.split()[-1] != "g32"]
+        names = [f"attention {head_dim}" for head_dim in reversed(head_dims)] + ["attention real"]
+        names += [f"experts {name}" for name in reversed(formats)]
+    return [Part(name, True, 10) for name in names]
+
+
+def timing_parts(cpu: bool, quick: bool, step_formats: list[str]) -> list[Part]:
+    """The timings, the most telling first.
+
+    Args:
+        step_formats: formats of the experts that the whole model fits the device's memory in, the most telling first.
+    """
+    parts = [Part("time kernels", False, 15)]
+    if cpu:
+        return [*parts, *[Part("layer int4 g64", False, 5)] * (not quick), Part("step float", False, 5)]
+    steps = [Part(f"step {name}", False, 25) for name in step_formats]
+    layers = [Part(f"layer {name}", False, 20) for name in ("float", "int4 g32")]
+    if quick:
+        return [*parts, *steps[:1]]
+    return [*parts, *steps[:1], layers[0], Part("transformers", False, 40), *steps[1:], *layers[1:]]
+
+
+def run_part(name: str, arguments: argparse.Namespace) -> None:
+    """Do the work of one part; called in its own process."""
+    import torch
+
+    from gpu import device, numeric, speed
+    from gpu.device import Rates
+    from gpu.records import emit
+    from gpu.weights import FORMATS
+
+    torch.set_grad_enabled(False)
+    where = torch.device(arguments.device)
+    if name == "device":
+        emit("device", "device", **device.describe(where), step_formats=_step_formats(where))
+        return
+    rates = Rates(**json.loads(arguments.rates)) if arguments.rates else device.measured_rates(where)
+    kind, _, rest = name.partition(" ")
+    quick: bool = arguments.quick
+    if name == "attention real":
+        numeric.check_attention_at_real_size(where, quick)
+    elif kind == "attention":
+        numeric.check_attention(int(rest), where, quick)
+        if where.type == "cpu":
+            numeric.check_attention_at_real_size(where, quick)
+    elif kind == "experts":
+        numeric.check_experts(FORMATS[rest], where)
+        numeric.check_experts_at_real_size(FORMATS[rest], where, quick)
+    elif name == "time kernels":
+        _time_kernels(where, rates, quick)
+    elif kind == "layer":
+        speed.check_layer(FORMATS[rest], where, rates)
+    elif kind == "step":
+        speed.time_step(FORMATS[rest], where, rates)
+    elif name == "transformers":
+        speed.time_transformers(where, rates)
+    else:
+        raise ValueError(f"there is no part {name!r}")
+    _report_shrunk_tiles()
+
+
+def _time_kernels(where: torch.device, rates: Rates, quick: bool) -> None:
+    from gpu import speed
+    from gpu.weights import FORMATS
+
+    formats = ["float"] if where.type == "cpu" else [name for name in FORMATS if not quick or name.split()[-1] != "g32"]
+    calls: list[Callable[[], None]] = [lambda: speed.time_attention(where, rates)]
+    calls += [lambda form=FORMATS[name]: speed.time_experts(form, where, rates) for name in formats]  # type: ignore[misc]
+    for call in calls:
+        call()
+
+
+def _step_formats(where: torch.device) -> list[str]:
+    import torch
+
+    from gpu import speed
+
+    if where.type == "cpu":
+        return ["float"]
+    return speed.step_formats(torch.cuda.mem_get_info(where)[0])
+
+
+def _report_shrunk_tiles() -> None:
+    from gpu import kernels
+    from gpu.records import emit
+
+    for what, how in kernels.shrunk.items():
+        emit("info", f"{what}: smaller tile", how=how)
