@@ -12,7 +12,6 @@ from dgcompile.generation_config import GenerationConfig
 from dgcompile.progress import Progress
 from dgcompile.runtime.chat import ChatTemplate
 from dgcompile.runtime.loop import GenerationResult, StepEvent, generate
-from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.session import Session
 from dgcompile.runtime.tokenizer import Tokenizer
 
@@ -41,19 +40,20 @@ class Pipeline:
 
         Args:
             path: the bundle's folder.
-            threads: threads of each engine call; None leaves the choice to the engine.
-            progress: told how far checking the files got.
+            threads: threads of each engine call; None leaves the choice to the engine. A GPU does not need it.
+            progress: told how far checking the files and loading the weights got.
 
         Raises:
             BundleError: the bundle is missing, damaged, or not for this machine.
-            EngineError: the engine cannot load it.
+            MissingDependencyError: the library that runs it is not installed.
+            EngineError: the engine cannot load it, or the memory of the GPU does not suffice.
             RequestError: ``threads`` is below 1.
         """
         bundle = Bundle.open(path, progress=progress)
         tokenizer_file, template_file = bundle.tokenizer_file, bundle.chat_template_file
         tokenizer = Tokenizer(tokenizer_file) if tokenizer_file else None
         template = ChatTemplate.from_file(template_file) if template_file else None
-        return cls(bundle, OnnxRuntimeSession.open(bundle, threads), tokenizer, template)
+        return cls(bundle, _open_session(bundle, threads, progress), tokenizer, template)
 
     def encode(self, prompt: str | Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a prompt.
@@ -145,3 +145,14 @@ class Pipeline:
                     fix="complete the checkpoint and build again, or give the prompt as plain text",
                 )
         return tokens
+
+
+def _open_session(bundle: Bundle, threads: int | None, progress: Progress | None) -> Session:
+    """Loads a bundle's engines with what its target needs; nothing else is imported."""
+    if bundle.target.backend == "onnxruntime":
+        from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
+
+        return OnnxRuntimeSession.open(bundle, threads)
+    from dgcompile.runtime.tensorrt_session import TensorRTSession
+
+    return TensorRTSession.open(bundle, progress)
