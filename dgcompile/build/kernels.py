@@ -14,7 +14,6 @@ from dgcompile.plugins.moe import launch as moe
 from dgcompile.plugins.moe.formats import WeightFormat
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
-from dgcompile.runtime.loop import ENCODE_CHUNK
 from dgcompile.target import Target
 
 ACTIVATIONS = {"bfloat16": "bf16"}
@@ -40,8 +39,7 @@ def make_kernels(
         spec: shape of the model.
         recipe: number formats.
         target: the GPU.
-        max_batch: rows of a batch at most.
-        max_context: tokens of a row at most.
+        max_batch, max_context: rows of a batch and tokens of a row at most. Kernels are the same for all of them.
         progress: told of each kernel.
 
     Returns:
@@ -54,6 +52,7 @@ def make_kernels(
     # Triton takes a second to import, and planning does not need it.
     from dgcompile.plugins.build_kernels import build_library
 
+    del max_batch, max_context
     activations = ACTIVATIONS.get(recipe.activation_dtype)
     expert_format = EXPERT_FORMATS.get(recipe.weights.experts)
     if activations is None or expert_format is None:
@@ -63,10 +62,8 @@ def make_kernels(
             expected=f"activations in {', '.join(ACTIVATIONS)} and experts in {', '.join(EXPERT_FORMATS)}",
         )
     sm = compute_capability(target)
-    if target.multiprocessors is None:
-        raise TargetError(f"target {target.name!r} has no multiprocessors", expected="a GPU's")
     weight_format, group_size = expert_format
-    launches = plan_attention(spec, activations, sm, target.multiprocessors, max_batch, max_context)
+    launches = plan_attention(spec, activations, sm)
     launches += plan_experts(spec, activations, sm, weight_format, group_size)
     name = library_folder(sm)
     files = build_library(folder / name, launches, sm, progress)
@@ -89,50 +86,22 @@ def compute_capability(target: Target) -> int:
     return found
 
 
-def plan_attention(
-    spec: ModelSpec, activations: str, sm: int, multiprocessors: int, max_batch: int, max_context: int
-) -> list[Launch]:
-    """Launches, one at least for each BlockAttention kernel that either graph can ask for.
-
-    Splits depend on batch, new tokens and the cache's capacity: every batch and number of tokens is tried, at the
-    largest capacity and its halves. Where an engine meets a capacity in between whose best number of splits is missing,
-    it takes the best of those that are there (see :func:`~dgcompile.plugins.block_attention.launch.choose_splits`).
-    """
+def plan_attention(spec: ModelSpec, activations: str, sm: int) -> list[Launch]:
+    """Launches, one at least for each BlockAttention kernel that either graph can ask for: with splits and without."""
     found: dict[str, Launch] = {}
-    layers = {
-        (layer.num_key_value_heads, layer.head_dim, layer.window, spec.cache_capacity(index, max_context))
-        for index, layer in enumerate(spec.layers)
-    }
-    for kv_heads, head_dim, window, largest in sorted(layers):
-        try:
-            tile = tile_for(sm, head_dim)
-            attention.check(
-                attention.Shape(1, 1, spec.num_attention_heads, kv_heads, head_dim, largest),
-                attention.Mode(1.0, window, True),
-            )
-        except ValueError as problem:
-            raise TargetError(f"the model cannot run on compute capability {sm / 10}: {problem}") from problem
-        for causal, token_counts in ((True, range(1, ENCODE_CHUNK + 1)), (False, (spec.canvas_length,))):
-            for batch in range(1, max_batch + 1):
-                shapes = {
-                    attention.Shape(batch, tokens, spec.num_attention_heads, kv_heads, head_dim, capacity)
-                    for tokens in token_counts
-                    for capacity in _halves(largest)
-                }
-                # Kernels differ by the number of splits alone: one shape stands for all that take it.
-                by_splits = {attention.choose_splits(shape, sm, tile, multiprocessors): shape for shape in shapes}
-                for splits, shape in {1: next(iter(shapes)), **by_splits}.items():
-                    mode = attention.Mode(1.0, window, causal)
-                    for launch in attention.launches(shape, mode, activations, tile, splits):
-                        found.setdefault(launch.key, launch)
+    for layer in spec.layers:
+        shape = attention.Shape(1, 1, spec.num_attention_heads, layer.num_key_value_heads, layer.head_dim, 1)
+        for causal in (True, False):
+            mode = attention.Mode(1.0, layer.window, causal)
+            try:
+                attention.check(shape, mode)
+                tile = tile_for(sm, layer.head_dim)
+            except ValueError as problem:
+                raise TargetError(f"the model cannot run on compute capability {sm / 10}: {problem}") from problem
+            for splits in (1, 2):
+                for launch in attention.launches(shape, mode, activations, tile, splits):
+                    found.setdefault(launch.key, launch)
     return list(found.values())
-
-
-def _halves(capacity: int) -> list[int]:
-    sizes = [capacity]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
 
 
 def plan_experts(

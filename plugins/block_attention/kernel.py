@@ -51,19 +51,20 @@ def attention_kernel(
     past_key,  # [B, capacity, KV_HEADS, D]
     past_value,  # [B, capacity, KV_HEADS, D]
     past_length,  # i32 [B]
-    output,  # [B, N, KV_HEADS * GROUP, D]; not touched when SPLITS > 1
-    partial_sums,  # fp32 [SPLITS, B * N * KV_HEADS * GROUP, D]; not touched when SPLITS == 1
-    partial_stats,  # fp32 [SPLITS, B * N * KV_HEADS * GROUP, 2]: maximum and sum; not touched when SPLITS == 1
+    output,  # [B, N, KV_HEADS * GROUP, D]; not touched when SPLIT
+    partial_sums,  # fp32 [splits, B * N * KV_HEADS * GROUP, D]; not touched unless SPLIT
+    partial_stats,  # fp32 [splits, B * N * KV_HEADS * GROUP, 2]: maximum and sum; not touched unless SPLIT
     batch,  # B
     tokens,  # N
     capacity,
+    splits,
     scale_log2,  # fp32, positive: scale * log2(e)
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share a KV head
     D: tl.constexpr,  # head_dim
     WINDOW: tl.constexpr,  # 0: none
     CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether there is more than one split
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -114,7 +115,7 @@ def attention_kernel(
     # Tiles of both sources are numbered through, so that the splits' loads are even.
     cache_tiles = tl.cdiv(used - cache_low, BLOCK_N)
     block_tiles = tl.cdiv(block_high - block_low, BLOCK_N)
-    share = tl.cdiv(cache_tiles + block_tiles, SPLITS)
+    share = tl.cdiv(cache_tiles + block_tiles, splits)
     begin = split * share
     end = tl.minimum(begin + share, cache_tiles + block_tiles)
 
@@ -173,7 +174,7 @@ def attention_kernel(
             scale_log2,
         )
 
-    if SPLITS == 1:
+    if not SPLIT:
         # Rows past the last token have seen nothing; they are not stored, but 0 / 0 is not worth having.
         result = sums / tl.where(total > 0, total, 1.0)[:, None]
         to = output + row_start * D
@@ -187,12 +188,12 @@ def attention_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial_sums,  # fp32 [SPLITS, rows, D]
-    partial_stats,  # fp32 [SPLITS, rows, 2]
+    partial_sums,  # fp32 [splits, rows, D]
+    partial_stats,  # fp32 [splits, rows, 2]
     output,  # [rows, D]
     rows,  # B * N * query heads
+    splits,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Add the splits of ROWS output rows, first to last."""
@@ -200,13 +201,13 @@ def combine_kernel(
     real = place < rows
     width = tl.arange(0, D)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range(SPLITS):
-        found = tl.load(partial_stats + (split * rows.to(tl.int64) + place) * 2, mask=real, other=0.0)
+    for split in range(splits):
+        found = tl.load(partial_stats + (tl.cast(split, tl.int64) * rows + place) * 2, mask=real, other=0.0)
         maximum = tl.maximum(maximum, found)
     sums = tl.zeros([ROWS, D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for split in range(SPLITS):
-        there = split * rows.to(tl.int64) + place
+    for split in range(splits):
+        there = tl.cast(split, tl.int64) * rows + place
         # A split that saw nothing has maximum -inf: factor 0. Every row sees something in one of them.
         factor = tl.exp2(tl.load(partial_stats + there * 2, mask=real, other=0.0) - maximum)
         total += factor * tl.load(partial_stats + there * 2 + 1, mask=real, other=1.0)

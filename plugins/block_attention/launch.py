@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from dgcompile.plugins.block_attention.tiles import Tile, resident_programs
@@ -13,8 +12,8 @@ LOG2_E = 1 / math.log(2)
 COMBINE_ROWS = 4
 """Output rows of one program of the combination."""
 
-SPLITS = (1, 2, 4, 8, 16)
-"""Numbers of splits that kernels are compiled for."""
+MAX_SPLITS = 16
+"""Parts that the keys of one call are cut into at most."""
 
 ROUNDS_WITH_SPLITS = 2
 """A GPU that is busy for more rounds than this gains nothing from splits; it bounds the workspace too."""
@@ -52,19 +51,18 @@ def attention_grid(shape: Shape, splits: int, block_m: int) -> tuple[int, int, i
     return -(-rows // block_m), splits, shape.batch * shape.kv_heads
 
 
-def choose_splits(shape: Shape, sm: int, tile: Tile, multiprocessors: int, choices: Collection[int] = SPLITS) -> int:
+def choose_splits(shape: Shape, sm: int, tile: Tile, multiprocessors: int) -> int:
     """Into how many splits the keys of one call are cut.
 
-    The rule, in build and at run time alike: of the choices (those with kernels in the library), the number with the
-    least rounds x (tiles of keys in a round + 1), the 1 standing for a program's start and end, and one more tile's
-    time charged for combining; the smallest on a tie. Splits that take more than ROUNDS_WITH_SPLITS rounds are not
-    considered. Lengths are those of a full cache: how full it is stands in device memory.
+    The rule: the number up to MAX_SPLITS with the least rounds x (tiles of keys in a round + 1), the 1 standing for a
+    program's start and end, and one more tile's time charged for combining; the smallest on a tie. Splits that take
+    more than ROUNDS_WITH_SPLITS rounds are not considered. Lengths are those of a full cache: how full it is stands in
+    device memory.
 
     Args:
         shape: of the call.
         sm, tile: what the kernels are compiled for.
         multiprocessors: of the GPU.
-        choices: must hold 1.
     """
     tiles, _, others = attention_grid(shape, 1, tile.block_m)
     programs = tiles * others
@@ -77,8 +75,8 @@ def choose_splits(shape: Shape, sm: int, tile: Tile, multiprocessors: int, choic
 
     possible = [
         splits
-        for splits in sorted(choices)
-        if splits == 1 or (splits <= key_tiles and programs * splits <= ROUNDS_WITH_SPLITS * slots)
+        for splits in range(1, min(MAX_SPLITS, key_tiles) + 1)
+        if splits == 1 or programs * splits <= ROUNDS_WITH_SPLITS * slots
     ]
     return min(possible, key=cost)
 
@@ -93,7 +91,7 @@ def workspace(shape: Shape, splits: int) -> tuple[dict[str, tuple[int, int]], in
 def workspace_limit(largest: Shape, sm: int, tile: Tile, multiprocessors: int) -> int:
     """Bytes that no call up to the shape ``largest`` exceeds: :func:`choose_splits` limits splits x programs."""
     slots = multiprocessors * resident_programs(sm, largest.head_dim, tile)
-    rows = min(ROUNDS_WITH_SPLITS * slots * tile.block_m, max(SPLITS) * largest.rows)
+    rows = min(ROUNDS_WITH_SPLITS * slots * tile.block_m, MAX_SPLITS * largest.rows)
     _, size = lay_out({"partial_sums": 4 * rows * largest.head_dim, "partial_stats": 8 * rows})
     return size
 
@@ -123,16 +121,17 @@ def launches(shape: Shape, mode: Mode, dtype: str, tile: Tile, splits: int) -> l
                 shape.batch,
                 shape.tokens,
                 shape.capacity,
+                splits,
                 mode.scale * LOG2_E,
             ),
-            (*[f"*{dtype}:16"] * 5, "*i32:16", f"*{dtype}:16", "*fp32:16", "*fp32:16", "i32", "i32", "i32", "fp32"),
+            (*[f"*{dtype}:16"] * 5, "*i32:16", f"*{dtype}:16", "*fp32:16", "*fp32:16", *["i32"] * 4, "fp32"),
             {
                 "KV_HEADS": shape.kv_heads,
                 "GROUP": shape.heads // shape.kv_heads,
                 "D": shape.head_dim,
                 "WINDOW": mode.window,
                 "CAUSAL": mode.causal,
-                "SPLITS": splits,
+                "SPLIT": splits > 1,
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": tile.block_n,
             },
@@ -145,9 +144,9 @@ def launches(shape: Shape, mode: Mode, dtype: str, tile: Tile, splits: int) -> l
         steps.append(
             Launch(
                 "block_attention.kernel.combine_kernel",
-                ("partial_sums", "partial_stats", "output", shape.rows),
-                ("*fp32:16", "*fp32:16", f"*{dtype}:16", "i32"),
-                {"D": shape.head_dim, "SPLITS": splits, "ROWS": COMBINE_ROWS},
+                ("partial_sums", "partial_stats", "output", shape.rows, splits),
+                ("*fp32:16", "*fp32:16", f"*{dtype}:16", "i32", "i32"),
+                {"D": shape.head_dim, "ROWS": COMBINE_ROWS},
                 (-(-shape.rows // COMBINE_ROWS), 1, 1),
             )
         )

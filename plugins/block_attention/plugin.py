@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dgcompile.plugins.block_attention.launch import (
-    SPLITS,
     Mode,
     Shape,
     check,
@@ -94,8 +93,5 @@ class BlockAttention(Operation):
         """See :meth:`Operation.plan`."""
         shape, dtype = self.shape(tensors), tensors["query"].type
         tile = tile_for(library.sm, shape.head_dim)
-        by_splits = {splits: launches(shape, self.mode, dtype, tile, splits) for splits in SPLITS}
-        # Without splits always counts: where even that is missing, the library says so.
-        there = [splits for splits in SPLITS if splits == 1 or all(step in library for step in by_splits[splits])]
-        splits = choose_splits(shape, library.sm, tile, multiprocessors, there)
-        return Plan(by_splits[splits], *workspace(shape, splits))
+        splits = choose_splits(shape, library.sm, tile, multiprocessors)
+        return Plan(launches(shape, self.mode, dtype, tile, splits), *workspace(shape, splits))

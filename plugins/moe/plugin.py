@@ -24,7 +24,7 @@ class MixtureOfExperts(Operation):
         group_size: weights that share a scale: 32 or 64 for "int4" and "w4a8", else 0.
 
     Inputs: hidden [T, H] in bf16 or fp16, expert_ids int32 [T, K], expert_weights float32 [T, K], gate_up and down in
-    the weight format (bytes as int8, E4M3 as fp8 or int8), and for all formats but "float" gate_up_scale and down_scale.
+    the weight format (bytes as int8, E4M3 as fp8 or int8); for all formats but "float" gate_up_scale and down_scale.
     """
 
     NAME: ClassVar[str] = "MixtureOfExperts"

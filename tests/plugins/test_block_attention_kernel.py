@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgcompile.plugins.block_attention.launch import (
-    SPLITS,
     Mode,
     Shape,
     choose_splits,
@@ -139,18 +138,17 @@ def test_cubin(sm: int, head_dim: int, causal: bool) -> None:
 def test_combine_cubin(sm: int) -> None:
     compiled = compile_launch(real_launches(sm, 512, causal=False, splits=16)[1], sm)
     assert compiled.spilled_bytes == 0
-    assert compiled.arguments == ("partial_sums", "partial_stats", "output", "rows")
+    assert compiled.arguments == ("partial_sums", "partial_stats", "output", "rows", "splits")
 
 
 def test_splits_fill_the_gpu() -> None:
     tile = Tile(64, 64, 8, 2)  # one program on a multiprocessor, by its registers
 
-    def splits(batch: int, tokens: int, capacity: int, choices: tuple[int, ...] = SPLITS) -> int:
-        return choose_splits(Shape(batch, tokens, 16, 8, 128, capacity), 90, tile, 132, choices)
+    def splits(batch: int, tokens: int, capacity: int) -> int:
+        return choose_splits(Shape(batch, tokens, 16, 8, 128, capacity), 90, tile, 132)
 
     assert splits(32, 256, 1024) == 1  # 2048 programs
     assert splits(1, 128, 64 * 38) == 4  # 32 programs, each 40 tiles of keys
-    assert splits(1, 128, 64 * 38, (1, 2)) == 2
     assert splits(1, 1, 64 * 1000) == 16
     assert splits(1, 1, 1) in (1, 2)  # two tiles of keys: no more than two splits have work
 
@@ -176,12 +174,12 @@ def test_compile_needs_every_argument() -> None:
     from dgcompile.plugins.block_attention.kernel import combine_kernel
 
     step = real_launches(90, 512, causal=True, splits=2)[1]
-    types = dict(zip(("partial_sums", "partial_stats", "output", "rows"), step.types, strict=True))
+    types = dict(zip(("partial_sums", "partial_stats", "output", "rows", "splits"), step.types, strict=True))
     with pytest.raises(ValueError, match="combine_kernel takes"):
         compile_kernel(combine_kernel, types, {"D": 512}, 90, 4, 2)
     with pytest.raises(ValueError, match="sm is 80"):
         compile_kernel(combine_kernel, types, {}, 80, 4, 2)
-    with pytest.raises(ValueError, match="1 arguments but 4 types"):
+    with pytest.raises(ValueError, match="1 arguments but 5 types"):
         replace(step, arguments=("output",))
 
 
