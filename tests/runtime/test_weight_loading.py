@@ -1,0 +1,95 @@
+"""Weights that are engine inputs: each is loaded once, whatever the sizes of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dgcompile.engine_table import EngineTable
+from dgcompile.errors import BundleError
+from dgcompile.progress import Advance, Progress
+from dgcompile.runtime.device import ALIGNMENT
+from dgcompile.runtime.weight_loading import device_bytes, load_weights, stored_weights
+from dgcompile.safetensors_file import lay_out
+from tests.runtime.host_device import HostDevice
+
+TENSORS = {"a": ("F32", (7, 3)), "b": ("U8", (64,)), "c": ("BF16", (5, 2, 3)), "unused": ("F32", (2,))}
+
+
+class Counted(Progress):
+    """Adds up what a task is told."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, list[float]] = {}
+
+    @contextmanager
+    def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+        assert unit == "bytes" and total is not None
+        self.tasks[label] = [total, 0.0]
+
+        def advance(amount: float = 1.0, /) -> None:
+            self.tasks[label][1] += amount
+
+        yield advance
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    file = tmp_path / "weights.safetensors"
+    head, tensors = lay_out(file, TENSORS)
+    data = np.random.default_rng(0).integers(0, 256, sum(tensor.nbytes for tensor in tensors.values()), dtype=np.uint8)
+    file.write_bytes(head + data.tobytes())
+    return file
+
+
+def table(*tensors: tuple[str, str, tuple[int, ...]]) -> EngineTable:
+    return EngineTable.model_validate(
+        {
+            "graph": "denoiser",
+            "tensors": [
+                {"name": f"input of {name}", "mode": "input", "dtype": dtype, "shape": shape, "weight": name}
+                for name, dtype, shape in tensors
+            ],
+        }
+    )
+
+
+@pytest.mark.parametrize("staging", [1, 13, 64, 1000])
+def test_every_byte_arrives_once(store: Path, staging: int) -> None:
+    tables = [table(("c", "bfloat16", (5, 2, 3)), ("a", "float32", (7, 3))), table(("a", "float32", (7, 3)))]
+    tables.append(table(("b", "int8", (64,))))
+    weights = stored_weights(tables, store)
+    assert set(weights) == {"a", "b", "c"}
+    device, progress = HostDevice(), Counted()
+    addresses = load_weights(device, weights, progress, staging)
+    assert device.allocated == {"weights": device_bytes(weights)}
+    content = store.read_bytes()
+    for name, stored in weights.items():
+        assert addresses[name] % ALIGNMENT == 0
+        assert device.view(addresses[name], stored.nbytes).tobytes() == content[stored.offset :][: stored.nbytes]
+    total = 84 + 64 + 60
+    assert progress.tasks == {"load weights": [total, total]}
+
+
+def test_weights_of_another_model_are_refused(store: Path) -> None:
+    with pytest.raises(BundleError, match=r"weights.safetensors: d is missing; expected 4 bytes, which the denoiser"):
+        stored_weights([table(("d", "float32", (1,)))], store)
+    with pytest.raises(BundleError, match="a has 84 bytes; expected 42 bytes"):
+        stored_weights([table(("a", "bfloat16", (7, 3)))], store)
+
+
+def test_a_file_that_shrinks_is_refused(store: Path) -> None:
+    weights = stored_weights([table(("a", "float32", (7, 3)), ("b", "int8", (64,)), ("c", "float16", (30,)))], store)
+    store.write_bytes(store.read_bytes()[:-80])
+    with pytest.raises(BundleError, match="ended while it was read"):
+        load_weights(HostDevice(), weights, Progress())
+
+
+def test_nothing_to_load() -> None:
+    device = HostDevice()
+    assert load_weights(device, {}, Progress()) == {}
+    assert device.allocated == {}
