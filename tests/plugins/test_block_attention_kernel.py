@@ -115,14 +115,14 @@ def real_launches(sm: int, head_dim: int, *, causal: bool, splits: int, dtype: s
     return launches(shape, Mode(1.0, window, causal), dtype, tile_for(sm, head_dim), splits)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+# Widths 256 and 512 are those of the published model: test_published_kernels compiles them.
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("sm", [90, 120])
-def test_cubin(sm: int, head_dim: int, causal: bool) -> None:
+def test_cubin(sm: int, head_dim: int) -> None:
     tile = tile_for(sm, head_dim)
-    compiled = compile_launch(real_launches(sm, head_dim, causal=causal, splits=4)[0], sm)
+    compiled = compile_launch(real_launches(sm, head_dim, causal=True, splits=4)[0], sm)
     print(
-        f"sm {sm} head_dim {head_dim} causal {causal} {tile}: {compiled.registers} registers, "
+        f"sm {sm} head_dim {head_dim} {tile}: {compiled.registers} registers, "
         f"{compiled.shared_bytes} bytes shared, {compiled.blocks_per_sm} blocks"
     )
     assert compiled.spilled_bytes == 0
