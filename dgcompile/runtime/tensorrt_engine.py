@@ -104,7 +104,7 @@ class TensorRTEngine:
         Raises:
             EngineError: the library refuses.
         """
-        context = self._engine.create_execution_context(runtime_config=self._config)
+        context = self._engine.create_execution_context(self._config)
         if context is None:
             raise EngineError(f"{self._file}: no execution context: {self._logger.said()}")
         context.set_device_memory(workspace, self.workspace_bytes)
