@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 # `gpu` lies beside this file, where Python looks; the project itself need not be installed.
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from gpu.parts import run_part
 from gpu.results import Results
@@ -62,9 +61,10 @@ def main(words: list[str] | None = None) -> int:
 
     runner = Runner(Path(__file__).resolve(), arguments.device, arguments.quick, arguments.minutes, results, write)
     if not runner.run():
-        for error in results.records["errors"]:
-            print(error["output"], file=sys.stderr)
-        print(f"gpu_check: the device {arguments.device!r} cannot be used, see above", file=sys.stderr)
+        reasons = [error["output"] for error in results.records["errors"]]
+        reasons += [skipped["reason"] for skipped in results.records["skipped"]]
+        reasons.append(f"gpu_check: the device {arguments.device!r} cannot be used, see above")
+        print("\n".join(reasons), file=sys.stderr)
         return UNUSABLE
     write()
     device = results.device

@@ -82,8 +82,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "dgcompile": _commit(),
     }
-    measured = measured_rates(device)
     if device.type == "cpu":
+        measured = measured_rates(device)
         return {
             "device": "cpu (self-test in Triton's interpreter: timings mean nothing)",
             "versions": versions,
@@ -91,6 +91,12 @@ def describe(device: torch.device) -> dict[str, Any]:
             "measured_rates": asdict(measured),
         }
     properties = torch.cuda.get_device_properties(device)
+    if properties.major < 9:
+        raise RuntimeError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}; the kernels need Hopper "
+            "(9.0) or Blackwell (10.0 or newer)"
+        )
+    measured = measured_rates(device)
     return {
         "device": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",

@@ -45,11 +45,11 @@ def attention(
         if causal and window:
             sees_block &= distance < window
         hidden = ~torch.cat([sees_cached, sees_block], dim=1)  # [N, C + N]
-        written = (cached >= 0)[:, None]
+        unwritten = (cached < 0)[:, None]
         for head in range(kv_heads):
             # A slot that was never written may hold NaN.
-            keys = torch.cat([past_key[row, :, head].where(written, torch.zeros(())), key[row, :, head]]).double()
-            values = torch.cat([past_value[row, :, head].where(written, torch.zeros(())), value[row, :, head]]).double()
+            keys = torch.cat([past_key[row, :, head].masked_fill(unwritten, 0.0), key[row, :, head]]).double()
+            values = torch.cat([past_value[row, :, head].masked_fill(unwritten, 0.0), value[row, :, head]]).double()
             members = slice(head * group, (head + 1) * group)
             scores = query[row, :, members].double() @ keys.t() * scale  # [N, G, C + N]
             weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(dim=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,19 +24,20 @@ class Part:
         name: what ``--part`` takes.
         numeric: it checks numbers and may share the device with others; else it times and must be alone.
         seconds: with less time left than this it is not begun.
+        ours: what it runs is this project's, so that its crash fails the check.
     """
 
     name: str
     numeric: bool
     seconds: int
+    ours: bool = True
 
 
 def numeric_parts(cpu: bool, quick: bool) -> list[Part]:
     """The numeric checks, longest first, so that none is left alone at the end."""
     if cpu:
-        names = ["attention 32", "experts w4a8 g64"] + ["experts float", "experts fp8", "experts int4 g32"] * (
-            not quick
-        )
+        names = ["attention 32", "experts w4a8 g64"]
+        names += [] if quick else ["experts float", "experts fp8", "experts int4 g32"]
     else:
         head_dims = (64, 256, 512) if quick else HEAD_DIMS
         formats = [name for name in FORMAT_NAMES if not quick or name.split()[-1] != "g32"]
@@ -52,14 +52,14 @@ def timing_parts(cpu: bool, quick: bool, step_formats: list[str]) -> list[Part]:
     Args:
         step_formats: formats of the experts that the whole model fits the device's memory in, the most telling first.
     """
-    parts = [Part("time kernels", False, 15)]
+    parts = [Part("time kernels", False, 15), Part("time torch", False, 10, ours=False)]
     if cpu:
         return [*parts, *[Part("layer int4 g64", False, 5)] * (not quick), Part("step float", False, 5)]
     steps = [Part(f"step {name}", False, 25) for name in step_formats]
     layers = [Part(f"layer {name}", False, 20) for name in ("float", "int4 g32")]
     if quick:
         return [*parts, *steps[:1]]
-    return [*parts, *steps[:1], layers[0], Part("transformers", False, 40), *steps[1:], *layers[1:]]
+    return [*parts, *steps[:1], layers[0], Part("transformers", False, 40, ours=False), *steps[1:], *layers[1:]]
 
 
 def run_part(name: str, arguments: argparse.Namespace) -> None:
@@ -73,6 +73,8 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
 
     torch.set_grad_enabled(False)
     where = torch.device(arguments.device)
+    if where.index is not None:
+        torch.cuda.set_device(where)  # Triton launches on the current device
     if name == "device":
         emit("device", "device", **device.describe(where), step_formats=_step_formats(where))
         return
@@ -90,6 +92,9 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
         numeric.check_experts_at_real_size(FORMATS[rest], where, quick)
     elif name == "time kernels":
         _time_kernels(where, rates, quick)
+    elif name == "time torch":
+        speed.time_attention(where, rates, baseline=True)
+        speed.time_experts(FORMATS["float"], where, rates, baseline=True)
     elif kind == "layer":
         speed.check_layer(FORMATS[rest], where, rates)
     elif kind == "step":
@@ -106,10 +111,9 @@ def _time_kernels(where: torch.device, rates: Rates, quick: bool) -> None:
     from gpu.weights import FORMATS
 
     formats = ["float"] if where.type == "cpu" else [name for name in FORMATS if not quick or name.split()[-1] != "g32"]
-    calls: list[Callable[[], None]] = [lambda: speed.time_attention(where, rates)]
-    calls += [lambda form=FORMATS[name]: speed.time_experts(form, where, rates) for name in formats]  # type: ignore[misc]
-    for call in calls:
-        call()
+    speed.time_attention(where, rates, baseline=False)
+    for name in formats:
+        speed.time_experts(FORMATS[name], where, rates, baseline=False)
 
 
 def _step_formats(where: torch.device) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +41,11 @@ class TransformersStep:
             )
         canvas = shape.canvas_length
         tokens = torch.randint(shape.vocab_size, (1, canvas), device=device)
+        # Newer versions call it "cache".
+        parameters = inspect.signature(DiffusionGemmaGenerationMixin._denoising_step).parameters
+        cached = {"cache" if "cache" in parameters else "past_key_values": cache}
         masks = self.decoder.create_diffusion_decoder_attention_mask(
-            config=text, inputs_embeds=torch.empty(1, canvas, 0, device=device), cache=cache
+            config=text, inputs_embeds=torch.empty(1, canvas, 0, device=device), **cached
         )
         sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(entropy_bound=0.1), canvas, shape.vocab_size, 48)
         self.arguments: dict[str, Any] = {
@@ -52,7 +56,7 @@ class TransformersStep:
             "decoder_position_ids": context + torch.arange(canvas, device=device)[None],
             "self_conditioning_logits": torch.randn(1, canvas, shape.vocab_size, dtype=dtype, device=device),
             "mask_mapping": masks,
-            "cache": cache,
+            **cached,
             "finished_denoising": torch.zeros(1, dtype=torch.bool, device=device),
             "cur_step": 24,
             "sampler": sampler,
@@ -65,9 +69,8 @@ class TransformersStep:
     @property
     def description(self) -> str:
         """What runs, for the report."""
-        attention, experts = (
-            getattr(self.config.text_config, f"_{name}_implementation") for name in ("attn", "experts")
-        )
+        text = self.config.text_config
+        attention, experts = text._attn_implementation, text._experts_implementation
         return f"transformers {transformers_version}, not compiled, attention {attention}, experts {experts}"
 
     def _forward(self, **arguments: Any) -> Any:
@@ -125,6 +128,8 @@ def configuration(shape: DenoiserShape) -> DiffusionGemmaConfig:
 def _decoder(config: DiffusionGemmaConfig, dtype: torch.dtype, device: torch.device) -> DiffusionGemmaDecoderModel:
     """The decoder alone, its random weights made where they stay: with its encoder it would be twice as large."""
     config._attn_implementation = "sdpa"
+    # What transformers takes for a model that it loads; a decoder made alone has none.
+    config.text_config._experts_implementation = "grouped_mm"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

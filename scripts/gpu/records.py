@@ -13,7 +13,11 @@ MARK = "gpu_check>"
 
 def emit(kind: str, name: str, **fields: Any) -> None:
     """Print one record. Kinds: "device", "check", "timing", "info", "skipped"; an unfinished part becomes "error"."""
-    print(MARK + json.dumps({"kind": kind, "name": name, **fields}), flush=True)
+    record = {"kind": kind, "name": name, **fields}
+    for key, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            record[key] = None  # JSON knows neither NaN nor infinity
+    print(MARK + json.dumps(record, allow_nan=False), flush=True)
 
 
 def check(name: str, error: float, bound: float, reason: str, **fields: Any) -> None:
@@ -25,8 +29,7 @@ def check(name: str, error: float, bound: float, reason: str, **fields: Any) -> 
         reason: why the bound is what it is.
     """
     passed = math.isfinite(error) and error <= bound
-    # JSON knows no NaN.
-    emit("check", name, error=error if math.isfinite(error) else None, bound=bound, passed=passed, why=reason, **fields)
+    emit("check", name, error=error, bound=bound, passed=passed, why=reason, **fields)
 
 
 def skip(name: str, reason: str) -> None:

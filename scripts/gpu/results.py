@@ -36,9 +36,8 @@ class Results:
     @property
     def failures(self) -> list[str]:
         """Why the run did not pass: failed checks, crashed parts, numeric parts that did not finish."""
-        failed = [
-            f"{check['name']}: {check['error']} > {check['bound']}" for check in self._list("check", passed=False)
-        ]
+        missed = self._list("check", passed=False)
+        failed = [f"{check['name']}: {check['error']}, the bound is {check['bound']}" for check in missed]
         failed += [f"{error['part']}: {error['message']}" for error in self.records["errors"]]
         failed += [f"{skipped['part']}: {skipped['reason']}" for skipped in self._list("skipped", numeric=True)]
         if not self.records["checks"]:

@@ -142,6 +142,9 @@ class Runner:
             self._skip(part, f"stopped after {time.monotonic() - begun:.0f} s, when its time was over")
         elif code:
             message = next((line for line in reversed(chatter) if line.strip()), f"exit code {code}")
+            if not part.ours:
+                self._skip(part, f"ended with {message}")
+                return
             with self.lock:
                 record = {"kind": "error", "name": part.name, "message": message, "output": "\n".join(chatter[-40:])}
                 self.results.add(record, part.name)
