@@ -39,6 +39,7 @@ def loads() -> dict[str, tuple[np.ndarray, int]]:
         "whole tiles": (np.tile([[1, 0]], (32, 1)), 2),
         "empty experts": (np.array([[0, 15], [15, 0], [0, 14]]), 16),
         "single expert": (np.zeros((5, 1), int), 1),
+        "ids out of range": (np.array([[-1, 1], [2, 7], [4, 0], [3, -(2**31)]]), 4),
     }
 
 
@@ -84,7 +85,9 @@ def check(weight_format: str, load: str, dtype: str, group: int) -> dict[str, An
     if weight_format == "w4a8":
         yardsticks["_rounded"] = formats.fp8_round_rows
     for suffix, round_rows in yardsticks.items():
-        expected = reference(hidden, expert_ids, expert_weights, real_gate_up, real_down, round_rows)
+        # An id out of range counts as the nearest one.
+        nearest = np.clip(expert_ids, 0, experts - 1)
+        expected = reference(hidden, nearest, expert_weights, real_gate_up, real_down, round_rows)
         error = actual.astype(np.float64) - expected
         result[f"largest{suffix}"] = float(np.abs(error).max() / np.abs(expected).max())
         result[f"norm{suffix}"] = float(np.linalg.norm(error) / np.linalg.norm(expected))

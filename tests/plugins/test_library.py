@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -93,8 +94,6 @@ def test_another_gpu_is_refused_by_the_index(library: KernelLibrary) -> None:
 
 def test_another_gpu_is_refused_by_the_cubin_itself(library: KernelLibrary) -> None:
     """An index can claim anything; the assembler's own mark in the cubin counts."""
-    import hashlib
-
     path = library.folder / INDEX_FILE
     index = json.loads(path.read_bytes())
     cubin = fake_cubin(90, LAUNCH.key)

@@ -46,6 +46,20 @@ def test_agrees_with_reference(name: str) -> None:
     np.testing.assert_allclose(run_node("MixtureOfExperts", arrays, **attributes), expected, atol=TOLERANCE)
 
 
+def test_a_weighted_sum_is_rounded_once() -> None:
+    """In bf16 the weights stay float32 and so does the sum: eight experts that agree give what one of them gives."""
+    arrays = case(np.tile(np.arange(8), (16, 1)), 8)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    # One and the same expert eight times.
+    for name in ("gate_up", "down"):
+        tensors[name] = tensors[name][:1].expand(8, -1, -1).bfloat16()
+    hidden = tensors["hidden"].bfloat16()
+    weights = torch.full((16, 8), 0.1)
+    once = torch_op(hidden, tensors["expert_ids"][:, :1], torch.ones(16, 1), tensors["gate_up"], tensors["down"])
+    actual = torch_op(hidden, tensors["expert_ids"], weights, tensors["gate_up"], tensors["down"])
+    assert torch.equal(actual, (once.float() * 0.8).bfloat16())
+
+
 def test_a_values_gate_1000_times_larger_stays_finite() -> None:
     arrays = case(*ROUTINGS["random"])
     arrays["gate_up"][:, :10] *= 1000

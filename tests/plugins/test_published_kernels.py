@@ -5,6 +5,7 @@ The largest module of these tests, because the kernels are: about a minute on tw
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,8 @@ def test_kernels_of_the_published_model(sm: int, tmp_path: Path) -> None:
             assert ("HGMMA" if uses_wgmma(sm, tile) else "HMMA.16816.F32.BF16") in sass, step
         if step.function in ("gate_up_kernel", "down_kernel"):
             assert ("HGMMA" if sm == 90 else "HMMA.16816.F32.BF16") in sass, step
-        # Atomic additions would make results vary from run to run.
-        assert "ATOM" not in sass and "RED." not in sass, step
+        # Atomic additions in global memory would make results vary from run to run; ATOMS counts integers on the chip.
+        assert not re.search(r"\b(ATOMG?|REDG?)\.", sass), step
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
