@@ -20,6 +20,7 @@ from dgcompile.engine_table import EngineDType, EngineTable, engine_file, table_
 from dgcompile.errors import BundleError, EngineError
 from dgcompile.files import write_atomically
 from dgcompile.gpu import import_library
+from dgcompile.progress import Progress
 
 CACHE_FOLDER = "cache"
 """Folder in a bundle where TensorRT-RTX's kernels for this machine are kept. No file of it is in the manifest: whoever
@@ -199,11 +200,12 @@ class TensorRTContext:
         return True if ask is None else bool(ask(stream))
 
 
-def open_engines(bundle: Bundle) -> dict[GraphName, TensorRTEngine]:
+def open_engines(bundle: Bundle, progress: Progress | None = None) -> dict[GraphName, TensorRTEngine]:
     """Loads both engines of a bundle onto the current GPU.
 
     Args:
         bundle: for a GPU target; a context of the GPU must be current.
+        progress: told the bytes of each engine when it is loaded.
 
     Raises:
         MissingDependencyError: the library is not installed.
@@ -226,18 +228,15 @@ def open_engines(bundle: Bundle) -> dict[GraphName, TensorRTEngine]:
     plugins = register_plugins(
         trt, KernelLibrary.open(bundle.path / kernels_folder(target), target.sm), target.multiprocessors
     )
-    return {
-        graph: TensorRTEngine(
-            trt,
-            runtime,
-            logger,
-            plugins,
-            bundle.path / engine_file(graph),
-            table,
-            bundle.path / CACHE_FOLDER / f"{graph}.kernels",
-        )
-        for graph, table in tables.items()
-    }
+    files = {graph: bundle.path / engine_file(graph) for graph in tables}
+    sizes = {graph: file.stat().st_size for graph, file in files.items()}
+    engines: dict[GraphName, TensorRTEngine] = {}
+    with (progress or Progress()).task("load engines", sum(sizes.values()), "bytes") as advance:
+        for graph, table in tables.items():
+            cache = bundle.path / CACHE_FOLDER / f"{graph}.kernels"
+            engines[graph] = TensorRTEngine(trt, runtime, logger, plugins, files[graph], table, cache)
+            advance(sizes[graph])
+    return engines
 
 
 def _logger(trt: Any) -> Any:

@@ -176,7 +176,7 @@ class TensorRTSession:
             bundle.max_context,
             bundle.max_batch,
             device,
-            open_engines(bundle),
+            open_engines(bundle, progress),
             bundle.weights_file,
             progress,
             use_graphs=use_graphs,

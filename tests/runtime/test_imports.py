@@ -18,6 +18,17 @@ heavy = {"torch", "transformers", "onnx", "onnxscript", "huggingface_hub", "symp
 print(len(result.token_ids), sorted(heavy))
 """
 
+GPU_SCRIPT = """
+import sys
+import dgcompile.runtime.tensorrt_session
+import dgcompile.plugins.adapter
+import dgcompile.plugins.library
+
+# Nothing of CUDA either: the machine is checked before it is touched.
+heavy = {"torch", "transformers", "onnx", "onnxruntime", "triton", "cuda", "tensorrt", "tensorrt_rtx", "polygraphy"}
+print(sorted(heavy & sys.modules.keys()))
+"""
+
 
 def test_a_generation_imports_no_builder(bundle: Path) -> None:
     done = subprocess.run(
@@ -26,3 +37,8 @@ def test_a_generation_imports_no_builder(bundle: Path) -> None:
     tokens, heavy = done.stdout.split(maxsplit=1)
     assert int(tokens) > 0
     assert heavy.strip() == "[]"
+
+
+def test_running_on_a_gpu_imports_no_builder() -> None:
+    done = subprocess.run([sys.executable, "-c", GPU_SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

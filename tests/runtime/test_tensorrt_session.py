@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,46 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgcompile import gpu
 from dgcompile.build.tensorrt.graph import engine_table
-from dgcompile.bundle import Bundle
+from dgcompile.bundle import Bundle, StageRecord
 from dgcompile.contract import GRAPH_FILES
 from dgcompile.engine_table import EngineTable
 from dgcompile.errors import BundleError, EngineError, RequestError
+from dgcompile.gpu import Card, Gpus
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
+from dgcompile.runtime import tensorrt_session
+from dgcompile.runtime.device_batch import download
 from dgcompile.runtime.loop import StepEvent, encode_prompts, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
+from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.runtime.session import Batch
 from dgcompile.runtime.tensorrt_session import MIN_NEW_TOKENS, TensorRTSession
 from dgcompile.safetensors_file import lay_out
+from dgcompile.target import Target
 from tests.runtime.host_device import HostDevice, HostEngine, lift_weights
 from tests.runtime.test_loop import CONFIG, expected, summary
 from tests.runtime.toy_model import CANVAS, VOCAB, toy_spec
 
 MAX_CONTEXT = 200
+
+
+def stand_in_engines(
+    device: HostDevice,
+    folder: Path,
+    spec: ModelSpec,
+    max_batch: int,
+    max_context: int,
+    tables: dict[Any, EngineTable] | None = None,
+) -> dict[Any, HostEngine]:
+    """Both engines over the graphs in ``folder``; ``tables`` replace their tables."""
+    engines: dict[Any, HostEngine] = {}
+    for graph, file in GRAPH_FILES.items():
+        model, lifted = lift_weights(folder / file)
+        table = engine_table(graph, spec, "float32", max_context, max_batch, lifted)
+        engines[graph] = HostEngine(device, model, (tables or {}).get(graph, table))
+    return engines
 
 
 def opened(
@@ -46,11 +70,7 @@ def opened(
 ) -> TensorRTSession:
     """A session over the graphs in ``folder``; ``session._device`` and ``session._engines`` are the stand-ins."""
     device = HostDevice(free)
-    engines: dict[Any, HostEngine] = {}
-    for graph, file in GRAPH_FILES.items():
-        model, lifted = lift_weights(folder / file)
-        table = engine_table(graph, spec, "float32", max_context, max_batch, lifted)
-        engines[graph] = HostEngine(device, model, (tables or {}).get(graph, table))
+    engines = stand_in_engines(device, folder, spec, max_batch, max_context, tables)
     return TensorRTSession(spec, max_context, max_batch, device, engines, weights_file, progress, use_graphs=use_graphs)
 
 
@@ -313,3 +333,45 @@ def test_a_closed_session_frees_the_device(toy_folder: Path, no_weights: Path) -
     session.close()
     device: Any = session._device
     assert device.closed
+
+
+def test_a_pipeline_runs_a_gpu_bundle_where_its_gpu_is(
+    real_bundle: Bundle, cpu: OnnxRuntimeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything but the GPU and TensorRT is real."""
+    target = Target.load("rtx5090")
+    stages = {**real_bundle.manifest.stages, "kernels": StageRecord()}
+    changes = {"target": target, "stages": stages, "max_batch": 2, "max_context": MAX_CONTEXT}
+    manifest = real_bundle.manifest.model_copy(update=changes)
+    gpu_bundle = replace(real_bundle, manifest=manifest)
+    monkeypatch.setattr(Bundle, "open", lambda path, progress=None: gpu_bundle)
+    nothing = Gpus(None, None, (), "this machine has no NVIDIA driver")
+    monkeypatch.setattr(gpu, "query_gpus", lambda: nothing)
+    with pytest.raises(BundleError, match=r"no NVIDIA driver; expected a GPU of compute capability 12\.0"):
+        Pipeline.open(real_bundle.path)
+
+    card = Card(1, "RTX 5090", "12.0", 32 << 30, 170)
+    monkeypatch.setattr(gpu, "query_gpus", lambda: Gpus((13, 0), None, (card,), None))
+    device = HostDevice()
+
+    def on_host(found: Card, extra: str) -> HostDevice:
+        assert (found, extra) == (card, "rtx5090")
+        return device
+
+    monkeypatch.setattr(tensorrt_session, "CudaDevice", on_host)
+    stand_ins = stand_in_engines(device, real_bundle.path, real_bundle.spec, 2, MAX_CONTEXT)
+    monkeypatch.setattr(tensorrt_session, "open_engines", lambda bundle, progress: stand_ins)
+    pipeline = Pipeline.open(real_bundle.path)
+    assert isinstance(pipeline.session, TensorRTSession)
+    prompts = [pipeline.encode(text) for text in ("one", "a second prompt", "and a third, longer than the others")]
+    assert pipeline.generate(prompts) == generate(cpu, prompts, real_bundle.generation, [0, 1, 2])
+    assert device.counts["replay"] > 0
+
+
+def test_bfloat16_becomes_float32_for_comparisons() -> None:
+    device = HostDevice()
+    address = device.allocate(8, "numbers")
+    host = device.allocate_host(8)
+    host.view(np.uint16)[:] = [0x3F80, 0xC040, 0x0000, 0x7F80]
+    device.upload(address, host)
+    assert download(device, address, "bfloat16", (2, 2)).tolist() == [[1.0, -3.0], [0.0, np.inf]]
