@@ -265,14 +265,16 @@ def _take_over(folder: Path, wanted: Manifest, overwrite: bool) -> Manifest:
             expected="the same checkpoint, target, recipe, max_context and max_batch",
             fix="choose another output folder, or replace that bundle with --overwrite",
         )
-    backend = found.target.backend
-    if found.spec != wanted.spec or found.recipe != wanted.recipe or backend != wanted.target.backend:
+    if found.spec != wanted.spec or found.recipe != wanted.recipe:
         # Nothing of the old bundle fits, and its graphs would contradict the new manifest.
         manifest = wanted
     else:
         # Finished stages stay as far as their own inputs did: each is asked in its turn.
-        kept = {"stages": found.stages, "graphs": found.graphs, "engine": found.engine}
-        manifest = wanted.model_copy(update=kept)
+        stages = {**wanted.stages, **{name: found.stages[name] for name in wanted.stages if name in found.stages}}
+        engine = found.engine
+        if found.target.backend != wanted.target.backend:
+            stages["engine"], engine = StageRecord(), None
+        manifest = wanted.model_copy(update={"stages": stages, "graphs": found.graphs, "engine": engine})
     if manifest != found:
         manifest.write(folder)
     return manifest

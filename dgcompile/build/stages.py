@@ -218,7 +218,7 @@ def _build_engines(job: Job, manifest: Manifest) -> Made:
         manifest.spec,
         manifest.recipe.activation_dtype,
         target,
-        job.folder / kernels_folder(target),
+        kernels_folder(target),
         manifest.max_context,
         manifest.max_batch or 1,
         job.progress,

@@ -25,10 +25,16 @@ SHOWN_DIFFERENCES = 20
         ("verify BUNDLE --against CHECKPOINT", "200 pairs of the checkpoint's own prompts.jsonl"),
         ("verify BUNDLE --against CHECKPOINT --prompts my.jsonl --pairs 9", 'Own prompts: {"prompt": "..."} a line'),
         ("verify BUNDLE --against CHECKPOINT --json | jq .failures", "For a script"),
+        ("verify BUNDLE --backend onnxruntime", "A GPU's engines against their own graphs on the CPU"),
     ],
 )
 @click.argument("bundle", type=FOLDER)
-@click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="Checkpoint folder or hub id.")
+@click.option("--against", "checkpoint", metavar="CHECKPOINT", help="Checkpoint folder or hub id.")
+@click.option(
+    "--backend",
+    type=click.Choice(["onnxruntime"]),
+    help="What to compare a GPU's engines with, instead of a checkpoint.",
+)
 @click.option(
     "--prompts",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -42,7 +48,8 @@ SHOWN_DIFFERENCES = 20
 def command(
     ctx: click.Context,
     bundle: Path,
-    checkpoint: str,
+    checkpoint: str | None,
+    backend: str | None,
     prompts: Path | None,
     pairs: int,
     max_new_tokens: int | None,
@@ -51,9 +58,18 @@ def command(
 ) -> None:
     """Compare BUNDLE with its checkpoint in transformers, token for token, on the same random numbers.
 
+    With --backend, compare the engines of a bundle for a GPU with its own ONNX graphs, output for output: two encoder
+    calls and two denoising steps on random tokens. This runs on the machine with the GPU and needs no checkpoint.
+
     Exit code 0: every difference, if any, is explained by rounding. 1: the bundle differs.
     """
     from dgcompile.cli.render import progress
+
+    if (checkpoint is None) == (backend is None):
+        raise click.UsageError("give one of --against CHECKPOINT and --backend onnxruntime")
+    if checkpoint is None:
+        _compare_backends(ctx, bundle, as_json)
+        return
     from dgcompile.verify import read_prompts, verify
 
     texts, seeds = _spread(read_prompts(_prompts_file(prompts, checkpoint)), pairs)
@@ -70,6 +86,33 @@ def command(
         print_json(report.model_dump(mode="json"))
     else:
         _print(report)
+    if not report.ok:
+        ctx.exit(1)
+
+
+def _compare_backends(ctx: click.Context, bundle: Path, as_json: bool) -> None:
+    from dgcompile.cli.render import console, print_table, progress
+    from dgcompile.verify.backends import compare_backends
+
+    report = compare_backends(bundle, progress=progress())
+    if as_json:
+        print_json({**report.model_dump(mode="json"), "ok": report.ok})
+    else:
+        print_table(
+            ("call", "output", "error", "bound", "verdict"),
+            [
+                (
+                    output.call,
+                    output.output,
+                    f"{output.error:.1e}",
+                    f"{output.bound:.1e}",
+                    "ok" if output.ok else "FAILURE",
+                )
+                for output in report.outputs
+            ],
+            right=frozenset({"error", "bound"}),
+        )
+        console().print(f"\nthe engines {'compute what their graphs say' if report.ok else 'DIFFER from their graphs'}")
     if not report.ok:
         ctx.exit(1)
 

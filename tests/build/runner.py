@@ -1,6 +1,7 @@
 """Builds a bundle in a process of its own that may end at a chosen point; started by the tests beside it.
 
-Usage: python -m tests.build.runner CHECKPOINT OUTPUT [--at LABEL COUNT ACTION] [--file-size-limit BYTES]
+Usage: python -m tests.build.runner CHECKPOINT OUTPUT [--target NAME] [--max-context N]
+    [--at LABEL COUNT ACTION] [--file-size-limit BYTES]
 
 COUNT is a number of advances of the task LABEL (0 is its start), or "end". LABEL "rename" means: just before a file of
 that name (COUNT) gets it. ACTION is "kill" (SIGKILL to itself) or "pause" (say so on stdout, go on at end of stdin).
@@ -71,6 +72,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("output")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--max-context", type=int)
     parser.add_argument("--at", nargs=3, default=["", "", ""])
     parser.add_argument("--file-size-limit", type=int)
     options = parser.parse_args()
@@ -80,11 +83,13 @@ def main() -> int:
     if options.file_size_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_size_limit, resource.RLIM_INFINITY))
     try:
+        target = Target.load(options.target)
         build(
             options.checkpoint,
-            Target.load("cpu"),
-            Recipe.load("fp32"),
+            target,
+            Recipe.load(target.default_recipe),
             options.output,
+            max_context=options.max_context,
             progress=Ending(label, count, action),
         )
     except DgcompileError as error:

@@ -14,9 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+# The worker imports it; by importing it here, it is compiled when the worker starts, the first time too.
+import dgcompile.plugins.adapter  # noqa: F401
 from dgcompile.build.tensorrt.graph import engine_graph, engine_table
 from dgcompile.build.tensorrt.libraries import worker_environment
-from dgcompile.build.tensorrt.worker import EngineJob
+from dgcompile.build.tensorrt.worker import BUNDLE_LINK, EngineJob
 from dgcompile.contract import GRAPH_FILES
 from dgcompile.engine_table import ENGINES_FOLDER, engine_file, layers_file, table_file
 from dgcompile.errors import EngineError
@@ -39,7 +41,7 @@ def build_engines(
     spec: ModelSpec,
     dtype: ActivationDType,
     target: Target,
-    kernels: Path,
+    kernels: str,
     max_context: int,
     max_batch: int,
     progress: Progress,
@@ -51,7 +53,7 @@ def build_engines(
         spec: the model.
         dtype: of activations and KV cache.
         target: the GPU; its backend names the library.
-        kernels: folder of the kernels for that GPU.
+        kernels: folder in the bundle with the kernels for that GPU.
         max_context: tokens of a row.
         max_batch: most rows of a call.
         progress: told of the builder's progress, in percent.
@@ -67,43 +69,44 @@ def build_engines(
     for graph, file in GRAPH_FILES.items():
         _, lifted = engine_graph(folder / file)
         table = engine_table(graph, spec, dtype, max_context, max_batch, lifted)
-        engine, layers = folder / engine_file(graph), folder / layers_file(graph)
         job = EngineJob(
             backend=target.backend,
-            bundle=str(folder),
             graph=graph,
             table=table.model_dump_json(),
-            kernels=str(kernels),
+            kernels=kernels,
             sm=target.sm,
             multiprocessors=target.multiprocessors or 1,
-            engine=str(engine) + PARTIAL_SUFFIX,
-            layers=str(layers) + PARTIAL_SUFFIX,
+            engine=engine_file(graph) + PARTIAL_SUFFIX,
+            layers=layers_file(graph) + PARTIAL_SUFFIX,
         )
         try:
-            version = _run_worker(job, progress)["version"]
-            for path in (engine, layers):
-                Path(str(path) + PARTIAL_SUFFIX).replace(path)
+            version = _run_worker(job, folder, progress)["version"]
+            for name in (job.engine, job.layers):
+                (folder / name).replace(folder / name.removesuffix(PARTIAL_SUFFIX))
         finally:
-            for path in (engine, layers):
-                Path(str(path) + PARTIAL_SUFFIX).unlink(missing_ok=True)
+            for name in (job.engine, job.layers):
+                (folder / name).unlink(missing_ok=True)
         write_atomically(folder / table_file(graph), table.to_bytes())
     sync_folder(folder / ENGINES_FOLDER)
     return version
 
 
-def _run_worker(job: EngineJob, progress: Progress) -> Mapping[str, Any]:
-    """Starts a worker and follows its events to the last one; returns that."""
+def _run_worker(job: EngineJob, folder: Path, progress: Progress) -> Mapping[str, Any]:
+    """Starts a worker with a link to the bundle and follows its events to the last one; returns that."""
     with (
         tempfile.TemporaryDirectory(prefix="dgcompile-") as links,
         progress.task(f"engine {job.graph}", 100, "%") as advance,
     ):
+        # Under a name that is as long wherever the bundle lies; see worker.py.
+        (Path(links) / BUNDLE_LINK).symlink_to(folder.resolve())
         process = subprocess.Popen(
-            [sys.executable, "-m", "dgcompile.build.tensorrt.worker"],
+            _worker_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            cwd=links,
             env=worker_environment(job.backend, Path(links)),
             # Ctrl-C is this process's to handle: it ends the worker below.
             start_new_session=True,
@@ -134,6 +137,10 @@ def _run_worker(job: EngineJob, progress: Progress) -> Mapping[str, Any]:
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     reason = "; ".join(said) or "it said nothing"
     raise EngineError(f"the process that built the {job.graph} {ended}; its last words: {reason}")
+
+
+def _worker_command() -> list[str]:
+    return [sys.executable, "-m", "dgcompile.build.tensorrt.worker"]
 
 
 def _listen(stream: Any, said: deque[str]) -> None:

@@ -16,6 +16,7 @@ _DISTRIBUTIONS = {
     "tensorrt_rtx": ("tensorrt_rtx", "tensorrt_rtx_cu13_bindings"),
     "tensorrt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12"),
 }
+_KEPT_VARIABLES = ("CUDA", "NVIDIA", "PYTHON", "TMPDIR", "VIRTUAL_ENV")
 _LIBRARY_FOLDERS = {"tensorrt_rtx": "tensorrt_rtx_libs", "tensorrt": "tensorrt_libs"}
 
 
@@ -53,4 +54,7 @@ def worker_environment(backend: str, links: Path) -> dict[str, str]:
             if not link.exists():
                 link.symlink_to(library)
     paths = [str(links), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {**os.environ, "LD_LIBRARY_PATH": ":".join(paths)}
+    # What Python allocates, and so where the library's memory lies, follows the hash seed and the variables that are
+    # set: both are the same in every build (see worker.py).
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
+    return {**kept, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}

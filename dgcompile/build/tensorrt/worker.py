@@ -9,6 +9,8 @@ Events go out as JSON lines on stdout; whatever libraries print there goes to st
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -30,13 +32,16 @@ LAYERS_BEGIN = ("Layers:", "Engine Layer Information:")
 """How the message begins that lists the finished engine's layers, which the builder writes at VERBOSE."""
 
 
+BUNDLE_LINK = "bundle"
+"""Link in the folder that a worker is started in."""
+
+
 @dataclass(frozen=True)
 class EngineJob:
-    """What a worker is given.
+    """What a worker is given. All names are relative to the bundle, to which :data:`BUNDLE_LINK` leads.
 
     Attributes:
         backend: the library's Python package, "tensorrt_rtx" or "tensorrt".
-        bundle: the bundle's folder.
         graph: which engine.
         table: the engine's tensors, as JSON.
         kernels: folder of the bundle's kernels.
@@ -46,7 +51,6 @@ class EngineJob:
     """
 
     backend: str
-    bundle: str
     graph: GraphName
     table: str
     kernels: str
@@ -56,8 +60,29 @@ class EngineJob:
     layers: str
 
 
+_SAME_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of <sys/personality.h>
+
+
+def _fix_addresses() -> None:
+    """Starts this process again with the same memory addresses as every other time.
+
+    TensorRT-RTX writes some lists of an engine in the order of memory addresses: otherwise, two builds of one graph are
+    equal engines of different bytes. Where the system refuses (containers may), they stay so. What the process did
+    before must not matter either, down to whether Python found compiled modules: hence the thread, whose memory
+    glibc takes from an arena that nothing has used.
+    """
+    personality = getattr(ctypes.CDLL(None, use_errno=True), "personality", None)
+    if personality is None:
+        return
+    current = personality(0xFFFFFFFF)
+    if current < 0 or current & _SAME_ADDRESSES or personality(current | _SAME_ADDRESSES) < 0:
+        return
+    os.execv(sys.executable, [sys.executable, "-m", __spec__.name])
+
+
 def main() -> None:
     """Entry point of the process."""
+    _fix_addresses()
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -66,6 +91,26 @@ def main() -> None:
 
     job = EngineJob(**json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _import_libraries(job)
+    # In a thread of its own, whose memory comes from a fresh arena: see _fix_addresses.
+    builder = threading.Thread(target=_work, args=(job, emit))
+    builder.start()
+    builder.join()
+    events.flush()
+    # TensorRT's objects and Python's end in an order that has crashed; everything is written.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _import_libraries(job: EngineJob) -> None:
+    """What a build imports, so that the building thread imports nothing."""
+    for module in (job.backend, "dgcompile.build.tensorrt.graph", "dgcompile.plugins.adapter"):
+        with contextlib.suppress(ImportError):  # said again, and better, where it is needed
+            import_module(module)
+
+
+def _work(job: EngineJob, emit: Emit) -> None:
+    """Builds, and says how it ended."""
     try:
         emit({"event": "done", **_build(job, emit)})
     except DgcompileError as error:
@@ -73,10 +118,6 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         emit({"event": "error", "problem": f"{type(error).__name__}: {error}", "expected": None, "fix": None})
-    events.flush()
-    # TensorRT's objects and Python's end in an order that has crashed; everything is written.
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _end_with_parent() -> None:
@@ -91,13 +132,14 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
     from dgcompile.plugins.library import KernelLibrary
 
     trt = import_module(job.backend)
-    path = Path(job.bundle) / GRAPH_FILES[job.graph]
+    bundle = Path(BUNDLE_LINK)
+    path = bundle / GRAPH_FILES[job.graph]
     model, _ = engine_graph(path)
     table = EngineTable.model_validate_json(job.table)
 
     logger = _logger(trt)
     builder = trt.Builder(logger)
-    plugins = register_plugins(trt, KernelLibrary.open(Path(job.kernels), job.sm), job.multiprocessors)
+    plugins = register_plugins(trt, KernelLibrary.open(bundle / job.kernels, job.sm), job.multiprocessors)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     parsed = parser.parse(model.SerializeToString(), str(path))
@@ -116,7 +158,7 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
     config.add_optimization_profile(_profile(builder, table))
     config.progress_monitor = _monitor(trt, emit)
 
-    with Path(job.engine).open("wb") as file:
+    with (bundle / job.engine).open("wb") as file:
         built = builder.build_serialized_network_to_stream(network, config, _writer(trt, file))
         file.flush()
         os.fsync(file.fileno())
@@ -124,7 +166,7 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
     if not built:
         raise EngineError(f"{job.backend} {trt.__version__} could not build the {job.graph}: {logger.last_error}")
     layers = logger.layers or _inspected(trt, logger, job)
-    Path(job.layers).write_text(layers.rstrip("\n") + "\n", encoding="utf-8")
+    (bundle / job.layers).write_text(layers.rstrip("\n") + "\n", encoding="utf-8")
     return {"version": trt.__version__}
 
 
@@ -134,7 +176,7 @@ def _inspected(trt: Any, logger: Any, job: EngineJob) -> str:
     Raises:
         EngineError: it cannot be loaded here.
     """
-    engine = trt.Runtime(logger).deserialize_cuda_engine(Path(job.engine).read_bytes())
+    engine = trt.Runtime(logger).deserialize_cuda_engine((Path(BUNDLE_LINK) / job.engine).read_bytes())
     if engine is None:
         raise EngineError(f"{job.backend} {trt.__version__} did not say what layers the {job.graph} has")
     return str(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
