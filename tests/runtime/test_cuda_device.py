@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,3 +237,84 @@ def test_the_bindings_have_what_is_called() -> None:
         code.name: int(code) for code in Result
     }
     assert np.uint64(int(driver.CUdeviceptr(7))) == 7
+
+
+SCRIPT = """
+import ctypes
+
+from dgcompile.errors import EngineError
+from dgcompile.gpu import Card
+from dgcompile.runtime.cuda_device import CudaDevice
+
+device = CudaDevice(Card(3, "Fake GPU", "12.0", 1, 1), "rtx5090")
+assert (device.memory(), device.stream) == ((123, 456), 0x99)
+host = device.allocate_host(12)
+assert not host.any()
+host[:] = range(12)
+first, second = device.allocate(12, "first"), device.allocate(24, "second")
+device.upload(first, host)
+device.zero(second, 24)
+device.copy(second, 8, first, 4, 3, 3)
+assert device.read(second, 24).tolist() == [0, 1, 2, *[0] * 5, 4, 5, 6, *[0] * 5, 8, 9, 10, *[0] * 5]
+device.copy(second, 8, first + 9, 4, 3)
+device.download(host, second)
+assert host[:3].tolist() == [9, 10, 11]
+device.wait(device.record())
+device.replay(device.capture(lambda: device.zero(first, 12)))
+try:
+    device.allocate(1 << 31, "cache")
+except EngineError as error:
+    assert "no room for the cache: 2.15 GB needed" in str(error), error
+ctypes.CDLL(None).setenv(b"FAIL", b"1", 1)
+try:
+    device.synchronise()
+except EngineError as error:
+    assert "cuStreamSynchronize failed with CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory" in str(error), error
+else:
+    raise AssertionError("no error")
+ctypes.CDLL(None).unsetenv(b"FAIL")
+device.close()
+"""
+
+
+def test_the_real_bindings_pass_everything_on(tmp_path: Path) -> None:
+    """cuda-python between CudaDevice and a driver that is compiled here."""
+    pytest.importorskip("cuda.bindings.driver")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    source = Path(__file__).with_name("fake_driver.c")
+    library = tmp_path / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "current 0x31",
+        "stream 1",
+        "host 12 1",
+        "upload 12 0x99",
+        "set 24 0x99",
+        "copy types 2 2 at 0 0 0 0 0x99",
+        "synchronise 0x99",
+        "copy 3 0x99",
+        "download 12 0x99",
+        "event 2",
+        "record 0x55 0x99",
+        "wait 0x55",
+        "begin 0x99 1",
+        "set 12 0x99",
+        "end 0x99",
+        "instantiate 0x77 0",
+        "destroy graph 0x77",
+        "replay 0x78 0x99",
+        "synchronise 0x99",
+        "current 0x31",
+        "synchronise 0x99",
+        "destroy executable 0x78",
+        "free",
+        "free",
+        "free host",
+        "destroy stream 0x99",
+        "release 3",
+    ]
