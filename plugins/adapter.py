@@ -145,12 +145,19 @@ def _read_field(trt: ModuleType, field: Any, kind: type[Field]) -> Field:
     return kind(values[0])
 
 
-def _make_field(trt: ModuleType, name: str, value: Field) -> Any:
-    if isinstance(value, str):
-        return trt.PluginField(name, np.frombuffer(value.encode(), np.uint8), trt.PluginFieldType.CHAR)
-    if isinstance(value, float):
-        return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
-    return trt.PluginField(name, np.array([value], np.int32), trt.PluginFieldType.INT32)
+def _make_fields(trt: ModuleType, values: Mapping[str, Field]) -> tuple[Any, list[Any]]:
+    """A collection of plugin fields, and the arrays that hold their values: fields only point there."""
+    fields, arrays = [], []
+    for name, value in values.items():
+        if isinstance(value, str):
+            array, kind = np.frombuffer(value.encode(), np.uint8).copy(), trt.PluginFieldType.CHAR
+        elif isinstance(value, float):
+            array, kind = np.array([value], np.float32), trt.PluginFieldType.FLOAT32
+        else:
+            array, kind = np.array([value], np.int32), trt.PluginFieldType.INT32
+        arrays.append(array)
+        fields.append(trt.PluginField(name, array, kind))
+    return trt.PluginFieldCollection(fields), arrays
 
 
 @functools.cache
@@ -228,11 +235,9 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
                 LIBRARY_FIELD: self.registration.library.digest,
                 MULTIPROCESSORS_FIELD: self.multiprocessors,
             }
-            # The library reads the arrays after this returns.
-            self.serialized = trt.PluginFieldCollection(
-                [_make_field(trt, name, value) for name, value in fields.items()]
-            )
-            return self.serialized
+            # The engine library reads them after this returns.
+            self.serialized = _make_fields(trt, fields)
+            return self.serialized[0]
 
         @_recorded
         def attach_to_context(self, context: Any) -> Any:
@@ -309,8 +314,8 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
             self.operation = operation
             self.registration = registration
             samples: Mapping[type[Field], Field] = {float: 0.0, int: 0, str: ""}
-            self.field_names = trt.PluginFieldCollection(
-                [_make_field(trt, name, samples[kind]) for name, kind in operation.FIELDS.items()]
+            self.field_names, self.samples = _make_fields(
+                trt, {name: samples[kind] for name, kind in operation.FIELDS.items()}
             )
 
         @_recorded

@@ -46,7 +46,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Result:
-    """A candidate that fits. ``milliseconds`` is None where nothing was timed; then ``score`` ranks, larger is better."""
+    """A candidate that fits. ``score`` ranks where nothing was timed and ``milliseconds`` is None: larger is better."""
 
     tile: AnyTile
     compiled: Compiled
