@@ -20,6 +20,7 @@ from dgcompile.plugins.block_attention.torch_call import block_attention
 from dgcompile.plugins.moe import launch as moe_launch
 from dgcompile.plugins.moe.launch import Tile as MoeTile
 from dgcompile.plugins.moe.torch_call import mixture_of_experts
+from dgcompile.plugins.torch_launch import compute_capability
 from gpu.weights import ExpertWeights
 
 INTERPRETED_ATTENTION = AttentionTile(16, 16, 4, 1)
@@ -27,17 +28,16 @@ INTERPRETED_MOE = MoeTile(16, 32, 32, 4, 1)
 
 TileType = TypeVar("TileType", AttentionTile, MoeTile)
 
-# What was launched with a smaller tile than the table's, and why; the report says so.
+# The tile and splits of the latest call of each operation; what took a smaller tile than the table's, and why. Both are
+# reported.
+used: dict[str, str] = {}
 shrunk: dict[str, str] = {}
 _fitting: dict[Any, Any] = {}
 
 
 def table_sm(device: torch.device) -> int:
     """Compute capability whose tables serve this device: 90 for Hopper, 120 for any Blackwell; 0 for the CPU."""
-    if device.type == "cpu":
-        return 0
-    major, _ = torch.cuda.get_device_capability(device)
-    return 90 if major == 9 else 120
+    return compute_capability(device) if device.type == "cuda" else 0
 
 
 def attention(
@@ -57,12 +57,14 @@ def attention(
     sm = table_sm(query.device)
     batch, tokens, heads, head_dim = query.shape
     first = attention_tile_for(sm, head_dim) if sm else INTERPRETED_ATTENTION
+    what = f"BlockAttention, head_dim {head_dim}"
 
     def run(tile: AttentionTile) -> Tensor:
         parts = splits
         if parts is None:
             shape = attention_launch.Shape(batch, tokens, heads, key.shape[2], head_dim, past_key.shape[1])
             parts = attention_launch.choose_splits(shape, sm, tile, _multiprocessors(query.device)) if sm else 2
+        used[what] = f"{tile}, splits {parts}"
         return block_attention(
             query,
             key,
@@ -77,7 +79,7 @@ def attention(
             splits=parts,
         )
 
-    return _with_a_fitting_tile(f"BlockAttention, head_dim {head_dim}", first, _smaller_attention_tiles, run)
+    return _with_a_fitting_tile(what, first, _smaller_attention_tiles, run)
 
 
 def moe_tiles(hidden: Tensor, top_k: int, weights: ExpertWeights) -> tuple[MoeTile, ...]:
@@ -93,12 +95,14 @@ def experts(
 ) -> Tensor:
     """MixtureOfExperts through its kernels; ``tile`` None lets the project's rule choose."""
     form = weights.format
+    what = f"MixtureOfExperts, {form.name}"
     if tile is None:
         sm = table_sm(hidden.device)
         shape = moe_launch.Shape(*expert_ids.shape, weights.gate_up.shape[0], weights.hidden, weights.inner)
         tile = moe_launch.tile_for(sm, form.weight_format, shape) if sm else INTERPRETED_MOE  # type: ignore[arg-type]
 
     def run(tile: MoeTile) -> Tensor:
+        used[what] = str(tile)
         return mixture_of_experts(
             hidden,
             expert_ids,
@@ -112,7 +116,7 @@ def experts(
             down_scale=weights.down_scale,
         )
 
-    return _with_a_fitting_tile(f"MixtureOfExperts, {form.name}", tile, _smaller_moe_tiles, run)
+    return _with_a_fitting_tile(what, tile, _smaller_moe_tiles, run)
 
 
 def _multiprocessors(device: torch.device) -> int:

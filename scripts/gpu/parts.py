@@ -54,7 +54,8 @@ def timing_parts(cpu: bool, quick: bool, step_formats: list[str]) -> list[Part]:
     """
     parts = [Part("time kernels", False, 15), Part("time torch", False, 10, ours=False)]
     if cpu:
-        return [*parts, *[Part("layer int4 g64", False, 5)] * (not quick), Part("step float", False, 5)]
+        more = [] if quick else [parts[1], Part("layer int4 g64", False, 5)]
+        return [parts[0], *more, Part("step float", False, 5)]
     steps = [Part(f"step {name}", False, 25) for name in step_formats]
     layers = [Part(f"layer {name}", False, 20) for name in ("float", "int4 g32")]
     if quick:
@@ -103,7 +104,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
         speed.time_transformers(where, rates)
     else:
         raise ValueError(f"there is no part {name!r}")
-    _report_shrunk_tiles()
+    _report_tiles(name == "time kernels")
 
 
 def _time_kernels(where: torch.device, rates: Rates, quick: bool) -> None:
@@ -126,9 +127,12 @@ def _step_formats(where: torch.device) -> list[str]:
     return speed.step_formats(torch.cuda.mem_get_info(where)[0])
 
 
-def _report_shrunk_tiles() -> None:
+def _report_tiles(every: bool) -> None:
+    """Emit the tiles of what was timed, and in any part those that had to shrink."""
     from gpu import kernels
     from gpu.records import emit
 
+    for what, tile in kernels.used.items() if every else ():
+        emit("info", f"{what}: tile", how=tile)
     for what, how in kernels.shrunk.items():
         emit("info", f"{what}: smaller tile", how=how)

@@ -8,7 +8,7 @@ from gpu import float64, numeric, speed
 from gpu.device import Rates, published_rates
 from gpu.numeric import judge_attention, judge_experts
 from gpu.records import parse
-from gpu.shapes import FULL, PUBLISHED, SLIDING, LayerShape
+from gpu.shapes import FULL, PUBLISHED, SLIDING, TINY, LayerShape
 from gpu.weights import FORMATS, random_experts
 
 
@@ -94,3 +94,22 @@ def test_the_published_model_is_counted_right() -> None:
     assert speed.step_formats(75e9) == ["float", "fp8", "int4 g32", "w4a8 g32"]
     assert speed.step_formats(30e9) == ["int4 g32", "w4a8 g32"]
     assert speed.step_formats(10e9) == []
+
+
+def test_what_torch_is_timed_with_computes_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = random_experts(FORMATS["float"], 4, 64, 32, torch.float32, torch.Generator().manual_seed(2))
+    inputs = numeric.expert_inputs(TINY, TINY.canvas_length, torch.float32, torch.Generator().manual_seed(3))
+    expected = float64.experts(*inputs, weights, round_activations=False)
+    for function in speed._torch_experts(*inputs, weights):
+        torch.testing.assert_close(function().double(), expected, rtol=1e-4, atol=1e-5)
+    rates = Rates(1e12, 1e15, 2e15, "published")
+    speed.time_attention(torch.device("cpu"), rates, baseline=True)
+    assert '"attention head_dim 16, 15 keys: torch sdpa math", "ms"' in capsys.readouterr().out
+
+
+def test_the_step_of_transformers_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    speed.time_transformers(torch.device("cpu"), Rates(1e12, 1e15, 2e15, "published"))
+    record = parse(capsys.readouterr().out.strip())
+    assert record is not None and record["kind"] == "timing", record
+    assert record["program"].endswith("not compiled, attention sdpa, experts grouped_mm")
