@@ -329,6 +329,7 @@ class DeviceBatch(Batch):
     """A batch whose state lies in device memory. The arrays are pinned host memory: the small inputs and results.
 
     Args:
+        owner: whatever frees the memory when it is dropped; kept alive as long as the batch.
         device: where it lies.
         state: the buffers; nobody else uses them as long as this batch lives.
         spec: the model.
@@ -340,9 +341,16 @@ class DeviceBatch(Batch):
     cache: DeviceKVCache
 
     def __init__(
-        self, device: Device, state: DeviceState, spec: ModelSpec, rows: int, capacity: int, dtype: EngineDType
+        self,
+        owner: object,
+        device: Device,
+        state: DeviceState,
+        spec: ModelSpec,
+        rows: int,
+        capacity: int,
+        dtype: EngineDType,
     ) -> None:
-        self._device, self._dtype = device, dtype
+        self._owner, self._device, self._dtype = owner, device, dtype
         self.state = state
         self.rows = rows
         self.canvas_length = spec.canvas_length

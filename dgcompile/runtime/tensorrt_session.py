@@ -6,6 +6,7 @@ cache, the canvases and the self-conditioning signal never leave the device.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,6 +121,9 @@ class TensorRTSession:
     ) -> None:
         self._spec, self._max_context, self._max_batch = spec, max_context, max_batch
         self._device, self._engines, self._use_graphs = device, dict(engines), use_graphs
+        # A session that is dropped frees the GPU for the next one. Not at exit: the driver does it then.
+        self._finalizer = weakref.finalize(self, device.close)
+        self._finalizer.atexit = False
         self._dtype = _activation_dtype(engines["denoiser"].table)
         for graph, engine in engines.items():
             _check_table(graph, engine.table, spec, self._dtype, max_context, max_batch)
@@ -171,16 +175,21 @@ class TensorRTSession:
         assert target.compute_capability is not None and bundle.max_batch is not None
         card = check_gpu(target.compute_capability, target.backend)
         device = CudaDevice(card, LIBRARY_EXTRAS[target.backend])
-        return cls(
-            bundle.spec,
-            bundle.max_context,
-            bundle.max_batch,
-            device,
-            open_engines(bundle, progress),
-            bundle.weights_file,
-            progress,
-            use_graphs=use_graphs,
-        )
+        try:
+            engines = open_engines(bundle, progress)
+            return cls(
+                bundle.spec,
+                bundle.max_context,
+                bundle.max_batch,
+                device,
+                engines,
+                bundle.weights_file,
+                progress,
+                use_graphs=use_graphs,
+            )
+        except BaseException:
+            device.close()
+            raise
 
     @property
     def spec(self) -> ModelSpec:
@@ -211,7 +220,7 @@ class TensorRTSession:
                 raise RequestError(f"a batch of {number} {what} was asked for", expected=f"at most {limit}")
         self._device.make_current()
         state = self._free_states.pop() if self._free_states else self._new_state()
-        batch = DeviceBatch(self._device, state, self._spec, rows, capacity, self._dtype)
+        batch = DeviceBatch(self, self._device, state, self._spec, rows, capacity, self._dtype)
         weakref.finalize(batch, self._free_states.append, state)
         return batch
 
@@ -260,31 +269,44 @@ class TensorRTSession:
         state.download_step(parity)
         self._device.synchronise()
         batch.swap()
-        if self._unsaved and step.graph is not None:
-            # All kernels of a step are compiled when it is captured; what the encoder compiled is saved along.
+        if self._unsaved and (step.graph is not None or not self._use_graphs):
+            # A step is captured when all its kernels are compiled; what the encoder compiled is saved along.
             self._unsaved = False
             for engine in self._engines.values():
                 engine.save_kernels()
 
     def close(self) -> None:
-        """Frees the memory of the GPU. Batches and the session must not be used any more."""
+        """Frees the memory of the GPU, as dropping the session does. Neither it nor its batches can be used then."""
         self._device.make_current()
         self._device.synchronise()
         self._free_states.clear()
         self._engines.clear()
         del self._encoder
-        self._device.close()
+        self._finalizer()
 
     def _run(self, step: _Step) -> None:
         """Enqueues a step: as it is the first time, when kernels are compiled and loaded, then as a graph."""
-        stream = self._device.stream
-        if step.graph is None and step.was_run and self._use_graphs and step.context.is_capturable(stream):
-            step.graph = self._device.capture(lambda: step.context.enqueue(stream))
+        if step.graph is None and step.was_run and self._use_graphs:
+            self._capture(step)
         if step.graph is not None:
             self._device.replay(step.graph)
             return
-        step.context.enqueue(stream)
-        step.was_run = self._unsaved = True
+        step.context.enqueue(self._device.stream)
+        if not step.was_run:
+            step.was_run = self._unsaved = True
+
+    def _capture(self, step: _Step) -> None:
+        """Captures a step, or gives up graphs for good and says so: without them it is slower, not wrong."""
+        stream = self._device.stream
+        problem = "the engine says that it cannot be captured"
+        if step.context.is_capturable(stream):
+            try:
+                step.graph = self._device.capture(lambda: step.context.enqueue(stream))
+                return
+            except EngineError as error:
+                problem = str(error)
+        self._use_graphs = False
+        warnings.warn(f"denoising steps run without a CUDA graph, which is slower: {problem}", RuntimeWarning, 2)
 
     def _new_step(self, state: DeviceState, rows: int, parity: int) -> _Step:
         context = self._new_context("denoiser")

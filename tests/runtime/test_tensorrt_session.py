@@ -32,7 +32,7 @@ from dgcompile.runtime.session import Batch
 from dgcompile.runtime.tensorrt_session import MIN_NEW_TOKENS, TensorRTSession
 from dgcompile.safetensors_file import lay_out
 from dgcompile.target import Target
-from tests.runtime.host_device import HostDevice, HostEngine, lift_weights
+from tests.runtime.host_device import HostContext, HostDevice, HostEngine, lift_weights
 from tests.runtime.test_loop import CONFIG, expected, summary
 from tests.runtime.toy_model import CANVAS, VOCAB, toy_spec
 
@@ -328,11 +328,60 @@ def test_engines_of_another_model_are_refused(toy_folder: Path, no_weights: Path
         opened(toy_folder, spec, no_weights, tables={"denoiser": small}, **options)
 
 
-def test_a_closed_session_frees_the_device(toy_folder: Path, no_weights: Path) -> None:
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_session_that_is_closed_or_dropped_frees_the_device(toy_folder: Path, no_weights: Path, drop: bool) -> None:
     session = opened(toy_folder, toy_spec(), no_weights, max_batch=1, max_context=64)
-    session.close()
     device: Any = session._device
+    batch = session.new_batch(1, 10)
+    if not drop:
+        session.close()
+        assert device.closed
+        return
+    del session
+    gc.collect()
+    assert not device.closed  # the batch's arrays are the device's memory
+    del batch
+    gc.collect()
     assert device.closed
+
+
+def test_a_session_that_cannot_be_made_frees_the_device(real_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, device = Target.load("rtx5090"), HostDevice()
+    manifest = real_bundle.manifest.model_copy(update={"target": target, "max_batch": 2})
+    card = Card(0, "RTX 5090", "12.0", 32 << 30, 170)
+    monkeypatch.setattr(gpu, "query_gpus", lambda: Gpus((13, 0), None, (card,), None))
+    monkeypatch.setattr(tensorrt_session, "CudaDevice", lambda found, extra: device)
+
+    def refused(bundle: Bundle, progress: Progress | None) -> Any:
+        raise EngineError("the library refuses it")
+
+    monkeypatch.setattr(tensorrt_session, "open_engines", refused)
+    with pytest.raises(EngineError, match="refuses it"):
+        TensorRTSession.open(replace(real_bundle, manifest=manifest))
+    assert device.closed
+
+
+def test_steps_that_cannot_be_captured_run_without_graphs(
+    toy_folder: Path, no_weights: Path, toy: TensorRTSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = generate(toy, [[5], [6]], CONFIG, [0, 1])
+
+    def fail(enqueue: Any) -> object:
+        raise EngineError("operation not permitted when stream is capturing")
+
+    for attribute, replacement, message in (
+        ("capture", fail, "without a CUDA graph, which is slower: operation not permitted"),
+        ("is_capturable", lambda self, stream: False, "slower: the engine says that it cannot"),
+    ):
+        session = opened(toy_folder, toy_spec(), no_weights, max_batch=2, max_context=64)
+        device: Any = session._device
+        monkeypatch.setattr(device if attribute == "capture" else HostContext, attribute, replacement)
+        with pytest.warns(RuntimeWarning, match=message) as warned:
+            assert generate(session, [[5], [6]], CONFIG, [0, 1]) == wanted
+        assert len(warned) == 1
+        assert device.counts["replay"] == 0
+        engine: Any = session._engines["encoder"]
+        assert engine.saved > 0
 
 
 def test_a_pipeline_runs_a_gpu_bundle_where_its_gpu_is(
