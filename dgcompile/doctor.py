@@ -183,7 +183,11 @@ def _ability(target: Target, extras: tuple[Extra, ...], gpus: Gpus) -> Ability:
         run += on_gpu
         if target.backend == "tensorrt":
             # It measures its kernels while it builds; TensorRT-RTX compiles them where they run.
-            build += on_gpu
+            elsewhere = (
+                f"`dgcompile build` does all but the engines here; then run `dgcompile build --resume BUNDLE` on a "
+                f"machine with {target.title}"
+            )
+            build += [Lack(lack.problem, elsewhere) for lack in on_gpu]
     return Ability(target.name, target.title, tuple(build), tuple(run))
 
 

@@ -98,5 +98,4 @@ def _show(diagnosis: Diagnosis) -> None:
             ]
             console().print(printable(f"- to {' and '.join(verbs)}: {lack.problem}"))
             if lack.fix:
-                # Not wrapped: a command must stay one line that can be copied.
-                click.echo(printable(f"  {lack.fix}"))
+                console().print(printable(f"  {lack.fix}"))

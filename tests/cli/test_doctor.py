@@ -30,6 +30,7 @@ def test_all_targets_are_shown_and_the_exit_code_is_0(machine: Gpus) -> None:
     # H100 engines are built where the H100 is, which is nowhere here.
     assert "h100 lacks:\n- to build" in result.stdout
     assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
     assert ("A GPU" in result.stdout) == bool(machine.cards)
 
 
