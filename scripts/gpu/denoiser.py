@@ -36,19 +36,12 @@ def load_sampler() -> ModuleType:
 
 
 class Attention(Protocol):
-    """BlockAttention, see ``dgcompile.plugins.block_attention.reference``; scale 1, bidirectional."""
+    """BlockAttention with scale 1, bidirectional: see ``dgcompile.plugins.block_attention.reference``.
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        past_key: Tensor,
-        past_value: Tensor,
-        past_length: Tensor,
-        *,
-        window: int,
-    ) -> Tensor: ...
+    Tensors are query, key, value, past_key, past_value and past_length, in this order.
+    """
+
+    def __call__(self, *tensors: Tensor, window: int) -> Tensor: ...
 
 
 class Experts(Protocol):

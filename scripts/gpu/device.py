@@ -96,13 +96,14 @@ def describe(device: torch.device) -> dict[str, Any]:
             f"{properties.name} has compute capability {properties.major}.{properties.minor}; the kernels need Hopper "
             "(9.0) or Blackwell (10.0 or newer)"
         )
+    free, _ = torch.cuda.mem_get_info(device)  # before the measurement below takes some
     measured = measured_rates(device)
     return {
         "device": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
-        "free_memory_bytes": torch.cuda.mem_get_info(device)[0],
+        "free_memory_bytes": free,
         "l2_bytes": properties.L2_cache_size,
         **_nvidia_smi(),
         "versions": versions,

@@ -77,7 +77,10 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
     if where.index is not None:
         torch.cuda.set_device(where)  # Triton launches on the current device
     if name == "device":
-        emit("device", "device", **device.describe(where), step_formats=_step_formats(where))
+        described = device.describe(where)
+        free = described.get("free_memory_bytes")
+        formats = ["float"] if free is None else speed.step_formats(free)
+        emit("device", "device", **described, step_formats=formats)
         return
     rates = Rates(**json.loads(arguments.rates)) if arguments.rates else device.measured_rates(where)
     kind, _, rest = name.partition(" ")
@@ -115,16 +118,6 @@ def _time_kernels(where: torch.device, rates: Rates, quick: bool) -> None:
     speed.time_attention(where, rates, baseline=False)
     for name in formats:
         speed.time_experts(FORMATS[name], where, rates, baseline=False)
-
-
-def _step_formats(where: torch.device) -> list[str]:
-    import torch
-
-    from gpu import speed
-
-    if where.type == "cpu":
-        return ["float"]
-    return speed.step_formats(torch.cuda.mem_get_info(where)[0])
 
 
 def _report_tiles(every: bool) -> None:

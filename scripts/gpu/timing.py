@@ -30,6 +30,8 @@ def capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         for _ in range(3):
             function()
     torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a graph has memory of its own and cannot use what the runs above left in the cache
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = function()
