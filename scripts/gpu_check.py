@@ -9,6 +9,7 @@ safetensors: no TensorRT, no checkpoint. See docs/gpu_check.md.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.part:
         run_part(arguments.part, arguments)
         return 0
-    if arguments.device.split(":")[0] not in ("cuda", "cpu"):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", arguments.device):
         parser().error(f'--device is {arguments.device!r}, expected "cuda", "cuda:N" or "cpu"')
     if arguments.minutes <= 0:
         parser().error(f"--minutes is {arguments.minutes:g}, expected a positive number")

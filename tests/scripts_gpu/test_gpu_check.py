@@ -56,7 +56,14 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--minutes", "0"], ["--device", "tpu"], ["--output", "/nowhere/result.json"], ["--unknown"]]
+    "options",
+    [
+        ["--minutes", "0"],
+        ["--device", "tpu"],
+        ["--device", "cuda:x"],
+        ["--output", "/nowhere/result.json"],
+        ["--unknown"],
+    ],
 )
 def test_wrong_options(options: list[str]) -> None:
     done = gpu_check(*options)
