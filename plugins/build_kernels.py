@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
-from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict
+import queue
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO, Any
 
 from dgcompile.errors import BundleError, StageError
 from dgcompile.files import write_atomically
-from dgcompile.plugins.compile import CompiledKernel, compile_launch
+from dgcompile.plugins import compile_worker
+from dgcompile.plugins.compile import CompiledKernel
 from dgcompile.plugins.launch import Launch
 from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, KernelRecord, check_cubin, index_bytes
 from dgcompile.progress import Progress
@@ -113,28 +120,88 @@ def _reusable(folder: Path, compiler: str, sm: int) -> dict[str, KernelRecord]:
     return found
 
 
-def _compile_all(launches: list[Launch], sm: int, workers: int) -> Iterable[tuple[Launch, CompiledKernel]]:
-    """Each launch with its kernel, as they get ready."""
+def _compile_all(launches: list[Launch], sm: int, workers: int) -> Iterator[tuple[Launch, CompiledKernel]]:
+    """Each launch with its kernel, as they get ready: one thread for each worker process asks it for one at a time."""
     if not launches:
         return
-    # Not forked: the caller may have threads, and torch's or CUDA's state does not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(launches)), mp_context=context) as pool:
-        waiting = {pool.submit(compile_launch, launch, sm): launch for launch in launches}
+    count = min(workers, len(launches))
+    with contextlib.ExitStack() as stack:
+        # Left last: once the workers are gone, nobody waits for them.
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+        idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(count):
+            idle.put(stack.enter_context(_Worker.started(sm)))
+        waiting = {pool.submit(_compile, idle, launch, sm): launch for launch in launches}
         try:
-            while waiting:
-                ready, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    launch = waiting.pop(future)
-                    problem = future.exception()
-                    if problem is not None:
-                        raise StageError(
-                            f"kernel {launch.key} ({launch.kernel}, {dict(launch.constants)}) does not compile for "
-                            f"compute capability {sm / 10}: {problem}"
-                        ) from problem
-                    yield launch, future.result()
+            for ready in as_completed(waiting):
+                yield waiting[ready], ready.result()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile(idle: queue.SimpleQueue[_Worker], launch: Launch, sm: int) -> CompiledKernel:
+    """Has the next idle worker compile a launch."""
+    worker = idle.get()
+    try:
+        answer = worker.ask(asdict(launch))
+    finally:
+        # Even one that died: whoever waits for a worker then learns it at once.
+        idle.put(worker)
+    if "problem" in answer:
+        raise StageError(
+            f"kernel {launch.key} ({launch.kernel}, {dict(launch.constants)}) does not compile for compute capability "
+            f"{sm / 10}: {answer['problem']}"
+        )
+    answer["cubin"] = base64.b64decode(answer["cubin"])
+    answer["arguments"] = tuple(answer["arguments"])
+    return CompiledKernel(**answer)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A process of compile_worker.py, and the file that holds what it says beside its answers."""
+
+    process: subprocess.Popen[str]
+    said: IO[str]
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, sm: int) -> Iterator[_Worker]:
+        """Starts one, and ends it afterwards."""
+        # There would be nothing to compile in Triton's interpreter.
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", compile_worker.__name__, str(sm)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env=environment,
+                # Ctrl-C is the build's to handle: it ends the workers.
+                start_new_session=True,
+            )
+            try:
+                yield cls(process, said)
+            finally:
+                process.kill()
+                process.communicate()
+
+    def ask(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one line."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(given) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except OSError:
+            line = ""
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        self.said.seek(0)
+        words = " ".join(self.said.read().split())[-400:]
+        return {"problem": f"the compiling process ended ({words or 'it said nothing'})"}
 
 
 def _record(launch: Launch, compiled: CompiledKernel) -> KernelRecord:

@@ -404,9 +404,10 @@ def _compare(
             [Runner("onnxruntime", reference), Runner("engine", engine.run)], data_loader=[feed], warm_up=0
         )
         accuracy = Comparator.compare_accuracy(runs, compare_func=compare)
-    return [
-        compared.report for results in accuracy.values() for iteration in results for compared in iteration.values()
-    ]
+    # One result for each comparison function, by pair of runners, for each feed, by output.
+    (by_pair,) = accuracy
+    ((of_feed,),) = by_pair.values()
+    return [compared.report for compared in of_feed.values()]
 
 
 def _judge(call: str, name: str, expected: Array, found: Array, certain: Array | None, bound: float) -> OutputReport:

@@ -155,11 +155,8 @@ def test_a_second_build_is_the_same_bytes(source: Path, built: Path, tmp_path: P
     ("label", "count"),
     [
         ("kernels", "1"),
-        ("record kernels", "end"),
-        ("engine encoder", "3"),
         ("rename", "encoder.engine"),
         ("engine denoiser", "0"),
-        ("rename", "denoiser.tensors.json"),
         ("record engine", "end"),
     ],
 )
@@ -209,9 +206,7 @@ def test_h100_ends_before_its_engines_and_says_what_to_do_where(
     text = str(caught.value)
     assert caught.value.exit_code == 3 and "\n" not in text
     assert "tensorrt is not installed here (pip install 'dgcompile[h100]')" in text
-    assert (
-        f"a machine with NVIDIA H100 SXM 80 GB and tensorrt, and run there: dgcompile build --resume {folder}" in text
-    )
+    assert f"a machine with NVIDIA H100 SXM 80 GB and tensorrt and run there: dgcompile build --resume {folder}" in text
     manifest = Manifest.read(folder)
     assert manifest.unfinished == ("engine",)
     assert all(name.startswith("kernels/sm90/") for name in manifest.stages["kernels"].files)
@@ -376,19 +371,18 @@ def test_kernels_of_another_gpu(built: Path, tmp_path: Path) -> None:
     folder = unfinished_copy(built, tmp_path / "bundle", "engine")
     index = folder / "kernels/sm120/index.json"
     index.write_text(index.read_text().replace('"sm": 120', '"sm": 90'))
-    with pytest.raises(EngineError, match=r"sm.?90"):
+    with pytest.raises(EngineError, match="kernels for compute capability 90; expected 120"):
         build_engines(folder)
 
 
 def test_a_graph_that_needs_kernels_which_are_not_there(built: Path, tmp_path: Path) -> None:
     folder = unfinished_copy(built, tmp_path / "bundle", "engine")
 
-    def change(model: onnx.ModelProto) -> None:
-        node = custom_node(model, "BlockAttention")
-        next(found for found in node.attribute if found.name == "window").i += 1
-
-    rewrite(folder, change)
-    with pytest.raises(EngineError, match=r"(?s)a plugin failed: BlockAttention.*attention_kernel"):
+    index = folder / "kernels/sm120/index.json"
+    content = json.loads(index.read_text())
+    content["kernels"] = [kernel for kernel in content["kernels"] if "gate_up" not in kernel["key"]]
+    index.write_text(json.dumps(content))
+    with pytest.raises(EngineError, match=r"(?s)a plugin failed: MixtureOfExperts.*gate_up_kernel"):
         build_engines(folder)
 
 
