@@ -69,7 +69,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
 
     from gpu import device, numeric, speed
     from gpu.device import Rates
-    from gpu.records import emit
+    from gpu.records import emit, skip
     from gpu.weights import FORMATS
 
     torch.set_grad_enabled(False)
@@ -102,7 +102,10 @@ def run_part(name: str, arguments: argparse.Namespace) -> None:
     elif kind == "layer":
         speed.check_layer(FORMATS[rest], where, rates)
     elif kind == "step":
-        speed.time_step(FORMATS[rest], where, rates)
+        try:
+            speed.time_step(FORMATS[rest], where, rates)
+        except torch.OutOfMemoryError as error:  # says nothing about the kernels
+            skip(name, str(error).splitlines()[0])
     elif name == "transformers":
         speed.time_transformers(where, rates)
     else:
