@@ -202,12 +202,17 @@ def _tensorrt_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
         "target": manifest.target.model_dump(mode="json"),
         "max_context": manifest.max_context,
         "max_batch": manifest.max_batch,
+        "rehearsed": _is_rehearsal(manifest.target),
     }
+
+
+def _is_rehearsal(target: Target) -> bool:
+    return target.backend == "tensorrt" and bool(os.environ.get(REHEARSAL))
 
 
 def _build_engines(job: Job, manifest: Manifest) -> Made:
     target = manifest.target
-    rehearsed = target.backend == "tensorrt" and bool(os.environ.get(REHEARSAL))
+    rehearsed = _is_rehearsal(target)
     lacking = whats_lacking(target, rehearsed=rehearsed)
     if lacking:
         raise EngineElsewhereError(lacking, f"a machine with {target.title} and {target.backend}", str(job.folder))

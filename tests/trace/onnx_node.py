@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from dgcompile.trace.functions import OPSET, function_protos
 from dgcompile.contract import ONNX_DOMAIN
+from dgcompile.trace.functions import OPSET, function_protos
 from dgcompile.trace.nodes import ONNX_DOMAIN_VERSION
 
 

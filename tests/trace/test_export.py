@@ -17,11 +17,14 @@ import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
-from dgcompile.contract import TensorSpec, graph_inputs, graph_outputs, past_names
+from dgcompile.checkpoint import Checkpoint
+from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs, past_names
 from dgcompile.errors import TraceError
 from dgcompile.model_spec import ModelSpec
+from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
-from dgcompile.trace import modules
+from dgcompile.trace import modules, trace_graphs
+from dgcompile.verify.widen import widen
 from dgcompile.weights_store import WEIGHTS_FILE, plan_store
 
 # fp32 against fp32 through a few layers, relative to the largest value: rounding gives 1e-6, a wrong position 1e-1.
@@ -29,7 +32,7 @@ RELATIVE = 1e-4
 # Random models have steps where rounding alone is amplified beyond that. What counts as rounding there is measured:
 # transformers against itself with every weight moved by one rounding of fp32, times this factor.
 CONDITIONING = 4.0
-GRAPHS = ("encoder", "denoiser")
+GRAPHS: tuple[GraphName, ...] = ("encoder", "denoiser")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +154,7 @@ from dgcompile.weights_store import plan_store
 
 config = json.loads((Path(sys.argv[1]) / "config.json").read_text())
 spec = ModelSpec.from_config(config)
-trace_graphs(config, spec, plan_store(spec, Recipe.load("fp32")), Path(sys.argv[2]))
+trace_graphs(config, spec, plan_store(spec, Recipe.load("fp32")), "float32", Path(sys.argv[2]))
 """
 
 
@@ -309,3 +312,39 @@ def test_numbers_are_those_of_transformers(
             np.testing.assert_array_equal(output["next_canvas_ids"][~accepted], noise[~accepted])
             signal, canvas = output["next_self_conditioning"], output["next_canvas_ids"][0]
         tokens = expected["argmax_ids"][0]
+
+
+def test_bfloat16_graphs_are_the_float32_graphs_with_fewer_digits(
+    checkpoint: Path, bundle: Path, sessions: dict[str, onnxruntime.InferenceSession], tmp_path: Path
+) -> None:
+    source, recipe = Checkpoint.open(checkpoint), Recipe.load("bf16")
+    store = plan_store(source.spec, recipe)
+    trace_graphs(source.config, source.spec, store, recipe.activation_dtype, tmp_path)
+    convert_weights(source, recipe, tmp_path)
+    # The checkpoint is stored in bfloat16: nothing is lost, and every value is half as long.
+    assert (tmp_path / WEIGHTS_FILE).stat().st_size < 0.6 * (bundle / WEIGHTS_FILE).stat().st_size
+
+    random = np.random.default_rng(0)
+    sizes = {"batch": 2, "new_tokens": 5}
+    for name in GRAPHS:
+        model = onnx.load(str(tmp_path / f"{name}.onnx"), load_external_data=False)
+        elements = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
+        for tensor in (*graph_inputs(name, source.spec, "bfloat16"), *graph_outputs(name, source.spec, "bfloat16")):
+            assert (elements[tensor.name] == onnx.TensorProto.BFLOAT16) == (tensor.dtype == "bfloat16"), tensor.name
+        onnx.save(widen(model), str(tmp_path / f"{name}.wide.onnx"))
+        wide = onnxruntime.InferenceSession(str(tmp_path / f"{name}.wide.onnx"), providers=["CPUExecutionProvider"])
+        feed = {}
+        for tensor in graph_inputs(name, source.spec, "float32"):
+            shape = [sizes.get(axis, 40) if isinstance(axis, str) else axis for axis in tensor.shape]
+            if tensor.dtype == "int32":
+                feed[tensor.name] = random.integers(1, 6, shape, dtype=np.int32)
+            else:
+                feed[tensor.name] = random.random(shape, dtype=np.float32)
+        names = [value.name for value in wide.get_outputs()]
+        for output, found, expected in zip(names, wide.run(names, feed), sessions[name].run(names, feed), strict=True):
+            # What remains are the constants that transformers itself rounds to bfloat16, such as the embedding's scale.
+            off = np.abs(found.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-30)
+            assert off < 2e-2 or output in ("next_canvas_ids", "argmax_ids", "accepted"), (output, off)
+        if name == "denoiser":
+            same = wide.run(["argmax_ids"], feed)[0] == sessions[name].run(["argmax_ids"], feed)[0]
+            assert same.mean() > 0.9

@@ -159,7 +159,12 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
     config.progress_monitor = _monitor(trt, emit)
 
     with (bundle / job.engine).open("wb") as file:
-        built = builder.build_serialized_network_to_stream(network, config, _writer(trt, file))
+        writer = _writer(trt, file)
+        built = builder.build_serialized_network_to_stream(network, config, writer)
+        if built and not writer.written:
+            # Bindings that do not fit the library exactly have been seen to call something else here.
+            content = builder.build_serialized_network(network, config)
+            built = content is not None and writer.write(memoryview(content)) > 0
         file.flush()
         os.fsync(file.fileno())
     plugins.check()
@@ -228,9 +233,12 @@ def _writer(trt: Any, file: Any) -> Any:
 
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
+            self.written = 0
 
-        def write(self, data: bytes) -> int:
-            return int(file.write(data))
+        def write(self, data: Any) -> int:
+            count = int(file.write(data))
+            self.written += count
+            return count
 
     return Writer()
 
