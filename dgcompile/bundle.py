@@ -39,6 +39,7 @@ from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.gpu import check_gpu, import_library
 from dgcompile.model_spec import ModelSpec
+from dgcompile.plugins.library import library_folder
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Backend, Target
@@ -77,7 +78,7 @@ def stages_of(target: Target) -> tuple[StageName, ...]:
 
 def kernels_folder(target: Target) -> str:
     """Folder in a bundle with the kernels for a GPU target."""
-    return f"kernels/sm{target.sm}"
+    return library_folder(target.sm)
 
 
 FileName = Annotated[str, AfterValidator(_check_file_name)]

@@ -23,36 +23,18 @@ EXPERT_FORMATS: dict[str, tuple[WeightFormat, int]] = {"bf16": ("float", 0)}
 """Format of a recipe's experts -> weight_format and group_size of the MixtureOfExperts nodes."""
 
 
-def make_kernels(
-    folder: Path,
-    spec: ModelSpec,
-    recipe: Recipe,
-    target: Target,
-    max_batch: int,
-    max_context: int,
-    progress: Progress,
-) -> tuple[str, ...]:
-    """Compiles the kernels of a model for a GPU target into a bundle.
-
-    Args:
-        folder: the bundle; the kernels go to ``kernels/sm<SM>/`` in it.
-        spec: shape of the model.
-        recipe: number formats.
-        target: the GPU.
-        max_batch, max_context: rows of a batch and tokens of a row at most. Kernels are the same for all of them.
-        progress: told of each kernel.
-
-    Returns:
-        Names of the files, relative to ``folder``.
+def plan_kernels(spec: ModelSpec, recipe: Recipe, target: Target) -> list[Launch]:
+    """Launches, one at least for each kernel that the two graphs of a model can ask for; quick, and needs no Triton.
 
     Raises:
         TargetError, RecipeError: there are no kernels for this GPU, for a layer's head_dim or for a number format.
-        StageError: a kernel does not compile.
     """
-    # Triton takes a second to import, and planning does not need it.
-    from dgcompile.plugins.build_kernels import build_library
-
-    del max_batch, max_context
+    known = sorted({sm for sm, _ in moe.TILES})
+    if target.sm not in known:
+        raise TargetError(
+            f"target {target.name!r} has compute capability {target.compute_capability}, which has no kernels",
+            expected=" or ".join(f"{sm / 10}" for sm in known),
+        )
     activations = ACTIVATIONS.get(recipe.activation_dtype)
     expert_format = EXPERT_FORMATS.get(recipe.weights.experts)
     if activations is None or expert_format is None:
@@ -61,29 +43,34 @@ def make_kernels(
             "which there are no kernels for",
             expected=f"activations in {', '.join(ACTIVATIONS)} and experts in {', '.join(EXPERT_FORMATS)}",
         )
-    sm = compute_capability(target)
     weight_format, group_size = expert_format
-    launches = plan_attention(spec, activations, sm)
-    launches += plan_experts(spec, activations, sm, weight_format, group_size)
-    name = library_folder(sm)
-    files = build_library(folder / name, launches, sm, progress)
-    return tuple(f"{name}/{file}" for file in files)
+    return [
+        *plan_attention(spec, activations, target.sm),
+        *plan_experts(spec, activations, target.sm, weight_format, group_size),
+    ]
 
 
-def compute_capability(target: Target) -> int:
-    """Compute capability of a target that kernels exist for, as major * 10 + minor.
+def make_kernels(folder: Path, launches: list[Launch], target: Target, progress: Progress) -> tuple[str, ...]:
+    """Compiles kernels for a GPU target into a bundle.
+
+    Args:
+        folder: the bundle; the kernels go to ``kernels/sm<SM>/`` in it.
+        launches: from :func:`plan_kernels`.
+        target: the GPU.
+        progress: told of each kernel.
+
+    Returns:
+        Names of the files, relative to ``folder``.
 
     Raises:
-        TargetError: there are none for it.
+        StageError: a kernel does not compile.
     """
-    known = sorted({sm for sm, _ in moe.TILES})
-    found = None if target.compute_capability is None else int(target.compute_capability.replace(".", ""))
-    if found not in known:
-        raise TargetError(
-            f"target {target.name!r} has compute capability {target.compute_capability}, which has no kernels",
-            expected=", ".join(f"{sm / 10}" for sm in known),
-        )
-    return found
+    # Triton takes a second to import, and planning does not need it.
+    from dgcompile.plugins.build_kernels import build_library
+
+    name = library_folder(target.sm)
+    files = build_library(folder / name, launches, target.sm, progress)
+    return tuple(f"{name}/{file}" for file in files)
 
 
 def plan_attention(spec: ModelSpec, activations: str, sm: int) -> list[Launch]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dgcompile import __version__
+from dgcompile.build.kernels import plan_kernels
 from dgcompile.build.lock import LOCK_FILE, folder_lock
 from dgcompile.build.stage import Job, Stage
 from dgcompile.build.stages import STAGES_OF
@@ -29,10 +30,9 @@ from dgcompile.bundle import (
     stages_of,
 )
 from dgcompile.checkpoint import Checkpoint
-from dgcompile.errors import BundleError, DgcompileError, InputError, MissingDependencyError, StageError, TargetError
+from dgcompile.errors import BundleError, DgcompileError, InputError, MissingDependencyError, StageError
 from dgcompile.files import PARTIAL_SUFFIX
 from dgcompile.model_spec import ModelSpec
-from dgcompile.plugins.block_attention.tiles import TILES
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
@@ -98,6 +98,8 @@ def build(
     check_buildable(target, recipe)
     progress = progress or Progress()
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    if target.backend != "onnxruntime":
+        plan_kernels(opened.spec, recipe, target)
     context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)
     folder = Path(output)
     _prepare_folder(folder)
@@ -158,15 +160,9 @@ def check_buildable(target: Target, recipe: Recipe) -> None:
     """Refuses what this installation cannot build, before any work.
 
     Raises:
-        TargetError: a GPU that there are no kernels for.
         RecipeError: the target cannot run the recipe.
         MissingDependencyError: a package that building needs is not installed.
     """
-    if target.backend != "onnxruntime" and target.sm not in TILES:
-        raise TargetError(
-            f"target {target.name} has compute capability {target.compute_capability}",
-            expected=f"one of {', '.join(f'{sm // 10}.{sm % 10}' for sm in TILES)}, which the kernels are made for",
-        )
     recipe.check(target)
     packages = _BUILD_PACKAGES if target.backend == "onnxruntime" else (*_BUILD_PACKAGES, "triton")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from dgcompile.build.kernels import make_kernels, plan_kernels
 from dgcompile.build.onnxruntime import read_graph, try_graphs
 from dgcompile.build.stage import Job, Made, Stage
 from dgcompile.build.tensorrt.libraries import library_version
@@ -167,25 +168,12 @@ def _kernels_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
         "spec": manifest.spec.model_dump(mode="json"),
         "recipe": manifest.recipe.model_dump(mode="json"),
         "target": manifest.target.model_dump(mode="json"),
-        "max_context": manifest.max_context,
-        "max_batch": manifest.max_batch,
     }
 
 
 def _make_kernels(job: Job, manifest: Manifest) -> Made:
-    from dgcompile.build.kernels import make_kernels
-
-    return Made(
-        files=make_kernels(
-            job.folder,
-            manifest.spec,
-            manifest.recipe,
-            manifest.target,
-            manifest.max_batch or 1,
-            manifest.max_context,
-            job.progress,
-        )
-    )
+    launches = plan_kernels(manifest.spec, manifest.recipe, manifest.target)
+    return Made(files=make_kernels(job.folder, launches, manifest.target, job.progress))
 
 
 # engine, of GPU targets: built by TensorRT or TensorRT-RTX ------------------------------------------------------------

@@ -16,7 +16,7 @@ from dgcompile.cli.text import format_bytes, format_seconds, print_json
     cls=Command,
     examples=[
         ("build examples/sudoku --target cpu -o bundles/sudoku", "A checkpoint folder, for the CPU"),
-        ("build google/diffusiongemma-26B-A4B-it --target rtx5090 -o bundles/dg", "A hub checkpoint, for an RTX 5090"),
+        ("build google/diffusiongemma-26B-A4B-it --target rtx5090 -o dg", "A hub checkpoint, for an RTX 5090"),
         ("build CHECKPOINT --target h100 -o BUNDLE --max-batch 8", "For an H100 that serves 8 requests at a time"),
         ("build --resume BUNDLE", "On the H100's machine: the engines of a bundle that was begun elsewhere"),
         (

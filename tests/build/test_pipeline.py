@@ -223,11 +223,15 @@ def test_an_empty_folder_and_one_that_a_killed_build_just_made_are_used(checkpoi
     assert Manifest.read(tmp_path).unfinished == ("trace", "weights", "engine")
 
 
-def test_what_no_kernel_runs_on_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_what_no_kernel_runs_on_is_refused_before_any_work(checkpoint: Path, tmp_path: Path) -> None:
     rtx5090, bf16 = Target.load("rtx5090"), Recipe.load("bf16")
     ada = rtx5090.model_copy(update={"name": "ada", "compute_capability": "8.9"})
-    with pytest.raises(TargetError, match=r"target ada has compute capability 8.9; expected one of 9.0, 12.0"):
-        build("/no/such/checkpoint", ada, bf16, tmp_path / "out")
+    with pytest.raises(
+        TargetError, match=r"target 'ada' has compute capability 8.9, .* no kernels; expected 9.0 or 12.0"
+    ):
+        build(checkpoint, ada, bf16, tmp_path / "out")
+    with pytest.raises(TargetError, match=r"the model cannot run on compute capability 12\.0: head_dim is 8"):
+        build(checkpoint, rtx5090, bf16, tmp_path / "out")
     with pytest.raises(RecipeError, match="'fp32' computes in float32"):
         build("/no/such/checkpoint", rtx5090, Recipe.load("fp32"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -237,7 +241,7 @@ def test_max_batch_is_for_gpus(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="max_batch was given for target cpu"):
         build(checkpoint, Target.load("cpu"), Recipe.load("fp32"), tmp_path / "out", max_batch=2)
     with pytest.raises(InputError, match="max_batch is 0; expected 1 to 64"):
-        build(checkpoint, Target.load("rtx5090"), Recipe.load("bf16"), tmp_path / "out", max_batch=0)
+        resolve_max_batch(Target.load("rtx5090"), 0)
 
 
 def test_bad_input_leaves_no_folder_behind(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

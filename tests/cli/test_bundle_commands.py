@@ -193,7 +193,10 @@ def test_build_again_only_checks_and_reports(bundle: Path, checkpoint: Path) -> 
     ("args", "named"),
     [
         (["--target", "h200"], "h200"),
-        (["--target", "h100"], "h100"),
+        (["--target", "h100"], "head_dim is 8"),
+        (["--target", "h100", "--recipe", "fp32"], "float32"),
+        (["--target", "cpu", "--max-batch", "2"], "max_batch"),
+        (["--recipe", "fp32"], "--target is missing"),
         (["--target", "cpu", "--recipe", "int3"], "int3"),
         (["--target", "cpu", "--max-context", "3"], "max_context"),
     ],

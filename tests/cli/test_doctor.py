@@ -37,7 +37,7 @@ def test_all_targets_are_shown_and_the_exit_code_is_0(machine: Gpus) -> None:
 def test_one_target_that_cannot_run_exits_1(machine: Gpus) -> None:
     result = run("doctor", "--target", "h100")
     assert result.exit_code == 1
-    assert "rtx5090" not in result.stdout
+    assert "GeForce RTX 5090" not in result.stdout
     assert "compute capability 9.0" in " ".join(result.stdout.split())
     assert run("doctor", "--target", "cpu").exit_code == 0
 

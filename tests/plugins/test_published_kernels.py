@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton (extra `build`) is not installed: NO kernel is compiled")
 
-from dgcompile.build.kernels import make_kernels, plan_attention, plan_experts
+from dgcompile.build.kernels import make_kernels, plan_attention, plan_experts, plan_kernels
 from dgcompile.errors import RecipeError, TargetError
 from dgcompile.model_spec import LayerSpec, ModelSpec
 from dgcompile.plugins.block_attention.launch import Mode, Shape, choose_splits, launches
@@ -53,7 +53,8 @@ def published_spec() -> ModelSpec:
 @pytest.mark.parametrize("sm", TARGETS)
 def test_kernels_of_the_published_model(sm: int, tmp_path: Path) -> None:
     target, recipe = Target.load(TARGETS[sm]), Recipe.load("bf16")
-    files = make_kernels(tmp_path, published_spec(), recipe, target, 8, 32768, Progress())
+    launches = plan_kernels(published_spec(), recipe, target)
+    files = make_kernels(tmp_path, launches, target, Progress())
     folder = tmp_path / library_folder(sm)
     assert sorted(files) == sorted(f"{library_folder(sm)}/{path.name}" for path in folder.iterdir())
     assert f"{library_folder(sm)}/{INDEX_FILE}" in files
@@ -101,13 +102,13 @@ def test_engines_ask_for_nothing_else(sm: int, batch: int) -> None:
     assert asked <= planned
 
 
-def test_what_there_are_no_kernels_for(tmp_path: Path) -> None:
+def test_what_there_are_no_kernels_for() -> None:
     spec, gpu = published_spec(), Target.load("rtx5090")
     with pytest.raises(RecipeError, match=r"'fp32' computes in float32 .* no kernels for"):
-        make_kernels(tmp_path, spec, Recipe.load("fp32"), gpu, 1, 1024, Progress())
+        plan_kernels(spec, Recipe.load("fp32"), gpu)
     older = gpu.model_copy(update={"compute_capability": "8.9"})
-    with pytest.raises(TargetError, match=r"compute capability 8\.9, which has no kernels; expected 9\.0, 12\.0"):
-        make_kernels(tmp_path, spec, Recipe.load("bf16"), older, 1, 1024, Progress())
+    with pytest.raises(TargetError, match=r"compute capability 8\.9, which has no kernels; expected 9\.0 or 12\.0"):
+        plan_kernels(spec, Recipe.load("bf16"), older)
     odd = spec.model_copy(update={"layers": (spec.layers[0].model_copy(update={"head_dim": 96}),)})
     with pytest.raises(TargetError, match="head_dim is 96, expected a power of two"):
-        make_kernels(tmp_path, odd, Recipe.load("bf16"), gpu, 1, 1024, Progress())
+        plan_kernels(odd, Recipe.load("bf16"), gpu)

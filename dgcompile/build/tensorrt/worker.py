@@ -90,7 +90,9 @@ def main() -> None:
         events.write(json.dumps(event) + "\n")
 
     job = EngineJob(**json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    watching = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(watching,), daemon=True).start()
+    watching.wait()  # so that the threads get their arenas in this order
     _import_libraries(job)
     # In a thread of its own, whose memory comes from a fresh arena: see _fix_addresses.
     builder = threading.Thread(target=_work, args=(job, emit))
@@ -120,7 +122,8 @@ def _work(job: EngineJob, emit: Emit) -> None:
         emit({"event": "error", "problem": f"{type(error).__name__}: {error}", "expected": None, "fix": None})
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(watching: threading.Event) -> None:
+    watching.set()
     sys.stdin.read()
     os._exit(1)
 
