@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dgcompile.build import DEFAULT_MAX_CONTEXT, build, resolve_max_context
+from dgcompile.build.pipeline import resolve_max_batch
 from dgcompile.bundle import MANIFEST_FILE, WEIGHTS_FILE, Bundle, Manifest
 from dgcompile.errors import (
     BundleError,
