@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dgcompile.cli.command import FOLDER, Command, json_option
 from dgcompile.cli.text import format_bytes, print_json
+
+if TYPE_CHECKING:
+    from dgcompile.bundle import EngineLibrary
 
 
 @click.command(
@@ -45,11 +49,12 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
             "target": f"{manifest.target.name} ({manifest.target.title})",
             "recipe": f"{manifest.recipe.name} ({manifest.recipe.title})",
             "max context": f"{manifest.max_context} tokens",
+            **({"max batch": f"{manifest.max_batch} rows"} if manifest.max_batch else {}),
             "model": f"{spec.num_hidden_layers} layers ({kinds.count('sliding_attention')} sliding, window "
             f"{spec.sliding_window}; {kinds.count('full_attention')} full), hidden {spec.hidden_size}, vocabulary "
             f"{spec.vocab_size}, canvas {spec.canvas_length}",
             "experts": f"{spec.num_experts}, {spec.top_k_experts} per token, width {spec.moe_intermediate_size}",
-            "engine": f"{engine.name} {engine.version}, runs on {engine.oldest_version} or newer" if engine else "-",
+            "engine": _engine(engine) if engine else "-",
             "checkpoint": manifest.checkpoint,
             "made by": f"dgcompile {manifest.dgcompile_version}, bundle format {manifest.format_version}",
         }
@@ -62,8 +67,22 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
             for stage, stage_record in manifest.stages.items()
             if stage_record.state == "finished"
             for name, record in sorted(stage_record.files.items())
+            # Many small files with names for machines; --json has them.
+            if stage != "kernels"
         ],
         right=frozenset({"size"}),
     )
+    kernels = manifest.stages.get("kernels")
+    if kernels and kernels.files:
+        size = format_bytes(sum(record.size for record in kernels.files.values()))
+        console().print(f"and {len(kernels.files)} files of the stage kernels, {size}")
     if verify:
         console().print("every file is as its stage left it")
+
+
+def _engine(engine: EngineLibrary) -> str:
+    """The library, and which versions of it run the bundle."""
+    if engine.rehearsed:
+        return f"{engine.name} {engine.version}, of a rehearsal: runs nowhere"
+    versions = f"{engine.oldest_version} or newer" if engine.name == "onnxruntime" else "this version only"
+    return f"{engine.name} {engine.version}, runs on {versions}"

@@ -1,8 +1,9 @@
 """The engines of a GPU bundle against its own ONNX graphs in onnxruntime, through Polygraphy's Comparator.
 
 This asks whether an engine computes what its graph says, on the machine that runs it; whether the graphs say what the
-model does is the other question of ``verify``. The graphs run in float32 on the CPU (see :mod:`.widen`), so what may
-differ is the engine's bfloat16 arithmetic, and the bounds follow from it: see :func:`error_bound`.
+model does is the other question of ``verify``. The graphs run in float32 (see :mod:`.widen`), so what may differ is the
+engine's bfloat16 arithmetic, and the bounds follow from it: see :func:`error_bound`. They need the memory of their
+weights in float32 while they run.
 """
 
 from __future__ import annotations
@@ -184,8 +185,17 @@ def _reference(bundle: Bundle, graph: GraphName) -> Callable[[Feed], Feed]:
     # The widened graph exists in memory only; its weights lie in the bundle.
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path.resolve()))
     model = widen(onnx.load(str(bundle.graph_file(graph)), load_external_data=False))
+    # The card's own provider where onnxruntime-gpu is installed, in full float32.
+    known = onnxruntime.get_available_providers()
+    wanted: tuple[tuple[str, dict[str, str]], ...] = (
+        ("CUDAExecutionProvider", {"use_tf32": "0"}),
+        ("CPUExecutionProvider", {}),
+    )
     session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+        model.SerializeToString(),
+        options,
+        providers=[provider for provider in wanted if provider[0] in known],
+        disabled_optimizers=["ConstantFolding"],
     )
     names = [output.name for output in session.get_outputs()]
 

@@ -7,10 +7,12 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -25,7 +27,7 @@ from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.engine_table import EngineTable, engine_file, layers_file, table_file
 from dgcompile.errors import BundleError, EngineElsewhereError, EngineError
 from dgcompile.gpu import Card, Gpus
-from dgcompile.progress import Progress
+from dgcompile.progress import Advance, Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
 from tests.build.helpers import Labels, content, start_runner, unfinished_copy
@@ -174,6 +176,40 @@ def test_killed_in_a_gpu_stage_it_goes_on_to_the_same_bytes(
     assert content(folder) == content(built)
 
 
+@pytest.mark.parametrize("label", ["kernels", "engine encoder"])
+def test_ctrl_c_ends_the_workers_and_the_build_goes_on_later(
+    source: Path, built: Path, tmp_path: Path, label: str
+) -> None:
+    folder = unfinished_copy(
+        built, tmp_path / "bundle", *(("kernels", "engine") if label == "kernels" else ("engine",))
+    )
+
+    class Interrupting(Progress):
+        @contextmanager
+        def task(self, started: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+            def advance(amount: float = 1.0, /) -> None:
+                if started == label:
+                    signal.raise_signal(signal.SIGINT)
+
+            yield advance
+
+    with pytest.raises(KeyboardInterrupt):
+        build(
+            source,
+            Target.load("rtx5090"),
+            Recipe.load("bf16"),
+            folder,
+            max_context=MAX_CONTEXT,
+            progress=Interrupting(),
+        )
+    assert not psutil.Process().children(recursive=True)
+    assert not list((folder / "engines").glob("*")) if (folder / "engines").exists() else True
+    if label != "kernels":  # the rest is the same, and takes a while
+        return
+    gpu_build(source, folder)
+    assert content(folder) == content(built)
+
+
 def test_resume_builds_engines_without_the_checkpoint(built: Path, tmp_path: Path) -> None:
     folder = unfinished_copy(built, tmp_path / "bundle", "engine")
     assert f"dgcompile build --resume {folder}" in refusal(folder)
@@ -181,6 +217,14 @@ def test_resume_builds_engines_without_the_checkpoint(built: Path, tmp_path: Pat
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["target"] == "rtx5090"
     assert content(folder) == content(built)
+
+
+def test_inspect_shows_what_a_gpu_bundle_is(built: Path) -> None:
+    result = CliRunner().invoke(cli, ["inspect", str(built), "--verify"])
+    assert result.exit_code == 0, result.output
+    assert "runs on this version only" in result.stdout and "max batch" in result.stdout
+    assert "engines/denoiser.engine" in result.stdout and ".cubin" not in result.stdout
+    assert re.search(r"and \d+ files of the stage kernels", result.stdout)
 
 
 def test_resume_refuses_what_it_cannot_finish(built: Path, tmp_path: Path) -> None:

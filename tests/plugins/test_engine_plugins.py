@@ -11,7 +11,11 @@ import pytest
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: NO plugin is tried in a builder")
 
-from dgcompile.plugins.library import INDEX_FILE, index_bytes
+from dgcompile.plugins.block_attention.launch import Mode, Shape
+from dgcompile.plugins.block_attention.launch import launches as plan_attention
+from dgcompile.plugins.block_attention.tiles import tile_for
+from dgcompile.plugins.library import INDEX_FILE, KernelRecord, index_bytes
+from dgcompile.plugins.moe import launch as moe
 from tests.plugins.trt_runner import run
 
 # Batch, tokens and capacity are dynamic, as in the engines of a bundle: smallest, most common, largest.
@@ -78,9 +82,41 @@ def experts(
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty library: building an engine needs its digest, not its kernels."""
+    """A library that lists the kernels of all jobs: building an engine needs its digest and index, not its cubins."""
     folder = tmp_path_factory.mktemp("library")
-    (folder / INDEX_FILE).write_bytes(index_bytes(120, "nobody", []))
+    tile = tile_for(120, 256)
+    launches = [
+        launch
+        for kind in ("bf16", "fp16")
+        for causal in (False, True)
+        for window in (0, 1024)
+        for splits in (1, 2)
+        for launch in plan_attention(Shape(1, 1, 16, 8, 256, 1), Mode(1.0, window, causal), kind, tile, splits)
+    ]
+    launches += [
+        launch
+        for kind in ("bf16", "fp16")
+        for weight_format, group_size in (("float", 0), ("fp8", 0), ("int4", 32), ("int4", 64), ("w4a8", 64))
+        for tile_of_pairs in moe.TILES[120, weight_format]
+        for launch in moe.launches(
+            moe.Shape(1, 2, EXPERTS, HIDDEN, INNER), weight_format, group_size, tile_of_pairs, kind
+        )
+    ]
+    records = {
+        launch.key: KernelRecord(
+            key=launch.key,
+            sha256="0" * 64,
+            size=1,
+            entry=launch.function,
+            parameters=len(launch.arguments),
+            threads=128,
+            shared_bytes=0,
+            registers=32,
+            spilled_bytes=0,
+        )
+        for launch in launches
+    }
+    (folder / INDEX_FILE).write_bytes(index_bytes(120, "nobody", records.values()))
     return folder
 
 

@@ -94,11 +94,11 @@ def build_engines(
 def _run_worker(job: EngineJob, folder: Path, progress: Progress) -> Mapping[str, Any]:
     """Starts a worker with a link to the bundle and follows its events to the last one; returns that."""
     with (
-        tempfile.TemporaryDirectory(prefix="dgcompile-") as links,
+        tempfile.TemporaryDirectory(prefix="dgcompile-") as place,
         progress.task(f"engine {job.graph}", 100, "%") as advance,
     ):
         # Under a name that is as long wherever the bundle lies; see worker.py.
-        (Path(links) / BUNDLE_LINK).symlink_to(folder.resolve())
+        (Path(place) / BUNDLE_LINK).symlink_to(folder.resolve())
         process = subprocess.Popen(
             _worker_command(),
             stdin=subprocess.PIPE,
@@ -106,8 +106,8 @@ def _run_worker(job: EngineJob, folder: Path, progress: Progress) -> Mapping[str
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            cwd=links,
-            env=worker_environment(job.backend, Path(links)),
+            cwd=place,
+            env=worker_environment(job.backend, Path(place)),
             # Ctrl-C is this process's to handle: it ends the worker below.
             start_new_session=True,
         )

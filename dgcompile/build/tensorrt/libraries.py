@@ -17,6 +17,7 @@ _DISTRIBUTIONS = {
     "tensorrt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12"),
 }
 _KEPT_VARIABLES = ("CUDA", "NVIDIA", "PYTHON", "TMPDIR", "VIRTUAL_ENV")
+_LINKS = "lib"
 _LIBRARY_FOLDERS = {"tensorrt_rtx": "tensorrt_rtx_libs", "tensorrt": "tensorrt_libs"}
 
 
@@ -36,7 +37,7 @@ def library_version(backend: str) -> str | None:
     )
 
 
-def worker_environment(backend: str, links: Path) -> dict[str, str]:
+def worker_environment(backend: str, folder: Path) -> dict[str, str]:
     """Environment variables of a builder's process.
 
     When a graph has plugins, the parser loads the library once more by its name without a version
@@ -45,16 +46,18 @@ def worker_environment(backend: str, links: Path) -> dict[str, str]:
 
     Args:
         backend: the engine library.
-        links: an empty folder that exists as long as the process.
+        folder: the process's working folder, in which the links are made.
     """
+    links = folder / _LINKS
+    links.mkdir()
     spec = importlib.util.find_spec(_LIBRARY_FOLDERS[backend])
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for library in sorted(Path(folder).glob("lib*.so.*")):
+    for libraries in (spec.submodule_search_locations or ()) if spec else ():
+        for library in sorted(Path(libraries).glob("lib*.so.*")):
             link = links / (library.name.partition(".so.")[0] + ".so")
             if not link.exists():
                 link.symlink_to(library)
-    paths = [str(links), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    # What Python allocates, and so where the library's memory lies, follows the hash seed and the variables that are
-    # set: both are the same in every build (see worker.py).
+    # Memory addresses, and with them the bytes of an engine, follow the hash seed, the variables that are set and the
+    # names of files: all are the same in every build (see worker.py).
+    paths = [_LINKS, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
     return {**kept, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}
