@@ -67,8 +67,13 @@ def worst_errors(head_dim: int, dtype: str) -> dict[str, float]:
     errors = {}
     scale = head_dim**-0.5
     # Every window edge once, three kinds of past otherwise: masks depend on neither head_dim nor dtype.
-    every = head_dim == 32 and dtype == "float32"
-    for window, capacity, past in PASTS if every else [PASTS[1], PASTS[4], PASTS[8]]:
+    if head_dim == 32 and dtype == "float32":
+        pasts = PASTS
+    elif dtype == "float32":
+        pasts = [PASTS[1], PASTS[4], PASTS[8]]
+    else:
+        pasts = [PASTS[4]]
+    for window, capacity, past in pasts:
         for causal in (True, False):
             # 11 and 21 tokens fill no tile; 3 query heads to a KV head divide none either.
             for tokens, heads, kv_heads, splits in [(11, 4, 2, 1), (21, 3, 1, 3)]:
@@ -104,7 +109,7 @@ def test_agrees_with_reference(head_dim: int) -> None:
     errors = json.loads(run.stdout)
     assert errors.keys() == BOUNDS.keys()
     for dtype, bound in BOUNDS.items():
-        assert len(errors[dtype]) >= 12
+        assert len(errors[dtype]) >= (12 if dtype == "float32" else 4)
         assert {case: error for case, error in errors[dtype].items() if error > bound} == {}, dtype
 
 
