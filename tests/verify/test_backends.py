@@ -11,11 +11,12 @@ import pytest
 from dgcompile.build.tensorrt.graph import engine_table
 from dgcompile.bundle import Bundle
 from dgcompile.contract import GRAPH_FILES, GraphName
-from dgcompile.errors import EngineError, RequestError
+from dgcompile.errors import RequestError
 from dgcompile.progress import Progress
 from dgcompile.runtime.weight_loading import load_weights, stored_weights
 from dgcompile.verify.backends import (
     OutputReport,
+    _judge,
     _pack,
     _unpack,
     compare_backends,
@@ -97,6 +98,22 @@ def test_a_cpu_bundle_has_no_engine_to_compare(bundle: Path) -> None:
         compare_backends(bundle)
 
 
+def test_acceptance_and_canvas_are_judged_by_the_engines_own_entropies() -> None:
+    entropy = np.array([[0.05, 0.2, 0.01, 3.0]], dtype=np.float32)
+    feed = {"entropy_bound": np.array([0.1], dtype=np.float32), "noise_ids": np.array([[7, 7, 7, 7]], dtype=np.int32)}
+    accepted = np.array([[True, True, True, False]])
+    canvas = np.array([[1, 2, 3, 7]], dtype=np.int32)
+    given = {"entropy": entropy, "accepted": accepted, "next_canvas_ids": canvas}
+
+    def error(name: str, changed: np.ndarray) -> float:
+        return _judge("step", name, given, {**given, name: changed}, feed, 0.1).error
+
+    assert error("accepted", accepted) == 0 and error("next_canvas_ids", canvas) == 0
+    assert error("accepted", ~accepted) == 1
+    assert error("next_canvas_ids", np.array([[1, 2, 3, 4]], dtype=np.int32)) == 1
+    assert error("entropy", entropy * np.float32(1.5)) == pytest.approx(0.5, rel=1e-3)
+
+
 def test_bfloat16_is_rounded_to_nearest_even() -> None:
     import torch
 
@@ -109,5 +126,4 @@ def test_bfloat16_is_rounded_to_nearest_even() -> None:
 def test_the_bound_is_far_from_a_broken_engine(opened: Bundle) -> None:
     # Two unrelated results of equal size differ by the square root of two.
     deep = opened.spec.model_copy(update={"layers": opened.spec.layers * 10})
-    assert error_bound(opened.spec) < 0.1 and error_bound(deep) < 0.25
-    assert EngineError.exit_code == 1
+    assert error_bound(opened.spec) < 0.15 and error_bound(deep) < 0.5
