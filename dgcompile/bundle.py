@@ -57,6 +57,9 @@ StageName = Literal["assets", "trace", "weights", "kernels", "engine"]
 STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "kernels", "engine")
 """The stages of a build in their order. Only GPU targets have kernels."""
 
+MAX_BATCH = 64
+"""Largest ``max_batch``: the logits of 64 canvases of the published model already take 17 GB."""
+
 REMEMBER_FROM_BYTES = 256 << 20
 """Bundles of at least this size have their hash check remembered; smaller ones are hashed on every open (in 0.3 s)."""
 
@@ -159,7 +162,7 @@ class Manifest(_Frozen):
     target: Target
     recipe: Recipe
     max_context: PositiveInt
-    max_batch: PositiveInt | None = None
+    max_batch: Annotated[PositiveInt, Field(le=MAX_BATCH)] | None = None
     graphs: dict[GraphName, GraphRecord] = {}
     engine: EngineLibrary | None = None
     stages: dict[StageName, StageRecord]

@@ -12,6 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 import dgcompile
 from dgcompile.errors import BundleError
 from dgcompile.gpu import LIBRARY_EXTRAS, Gpus, check_gpu, query_gpus
+from dgcompile.plugins.moe.launch import TILES
 from dgcompile.target import Target
 
 BASE = "base"
@@ -178,6 +179,12 @@ def _ability(target: Target, extras: tuple[Extra, ...], gpus: Gpus) -> Ability:
     else:
         extra = LIBRARY_EXTRAS[target.backend]
         build += _lacking(by_name, extra, only=(target.backend,))
+        if target.sm not in {sm for sm, _ in TILES}:
+            lack = Lack(
+                f"there are no kernels for compute capability {target.compute_capability}", "use another target"
+            )
+            build.append(lack)
+            run.append(lack)
         run += _lacking(by_name, extra, only=(target.backend, *_RUN_PACKAGES))
         on_gpu = _gpu_lacks(target, gpus)
         run += on_gpu

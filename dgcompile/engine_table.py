@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from dgcompile.config_file import read_bytes, validation_error
 from dgcompile.contract import GraphName
@@ -64,6 +64,12 @@ class EngineTensor(BaseModel):
     shape: tuple[int | str, ...]
     profile: Profile | None = None
     weight: str | None = None
+
+    @model_validator(mode="after")
+    def _is_bound_to_itself(self) -> EngineTensor:
+        if self.weight is not None and (self.mode != "input" or self.weight != self.name):
+            raise ValueError(f"weight {self.weight} belongs to an input of that name")
+        return self
 
 
 class EngineTable(BaseModel):

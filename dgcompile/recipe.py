@@ -73,7 +73,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
-    title: str
+    title: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,100}$")]
     activation_dtype: ActivationDType
     weights: WeightFormats
 

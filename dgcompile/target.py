@@ -35,7 +35,7 @@ class Target(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
-    title: str
+    title: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,100}$")]
     backend: Backend
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d$")] | None = None
     memory_bytes: Annotated[int, Field(strict=True, gt=0)] | None = None

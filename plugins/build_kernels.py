@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def _reusable(folder: Path, compiler: str, sm: int) -> dict[str, KernelRecord]:
         if json.loads(head) == {"compiler": compiler, "sm": sm}:
             for line in lines:
                 records.append(KernelRecord(**json.loads(line)))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         pass  # no journal, or its last line was being written when the build was killed
 
     found = {}
@@ -201,7 +202,12 @@ class _Worker:
             return answer
         self.said.seek(0)
         words = " ".join(self.said.read().split())[-400:]
-        return {"problem": f"the compiling process ended ({words or 'it said nothing'})"}
+        code = self.process.wait(timeout=30)
+        ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise StageError(
+            f"a process that compiled kernels {ended}: {words or 'it said nothing'}",
+            fix="run the same command again: it goes on where it stopped (too little memory is the usual cause)",
+        )
 
 
 def _record(launch: Launch, compiled: CompiledKernel) -> KernelRecord:

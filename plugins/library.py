@@ -136,7 +136,7 @@ class KernelLibrary:
         data = _read(path, _MAX_INDEX_BYTES)
         try:
             content = json.loads(data)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise BundleError(f"{path} is no JSON ({problem})", fix=_REBUILD) from problem
         version = content.get("format") if isinstance(content, dict) else None
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:

@@ -19,6 +19,7 @@ from dgcompile.bundle import (
     GENERATION_CONFIG_FILE,
     GRAPH_FILES,
     MANIFEST_FILE,
+    MAX_BATCH,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Bundle,
@@ -30,7 +31,14 @@ from dgcompile.bundle import (
     stages_of,
 )
 from dgcompile.checkpoint import Checkpoint
-from dgcompile.errors import BundleError, DgcompileError, InputError, MissingDependencyError, StageError
+from dgcompile.errors import (
+    BundleError,
+    DgcompileError,
+    EngineElsewhereError,
+    InputError,
+    MissingDependencyError,
+    StageError,
+)
 from dgcompile.files import PARTIAL_SUFFIX
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
@@ -40,9 +48,6 @@ from dgcompile.weights_store import JOURNAL_FILE
 
 DEFAULT_MAX_CONTEXT = 8192
 """Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
-
-MAX_BATCH = 64
-"""Largest ``max_batch``: the logits of 64 canvases of the published model already take 17 GB."""
 
 _BUNDLE_FILES = frozenset(
     {MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, *GRAPH_FILES.values()}
@@ -138,6 +143,7 @@ def resume(folder: str | Path, *, progress: Progress | None = None) -> Bundle:
     """
     folder = Path(folder)
     progress = progress or Progress()
+    _refuse_links(folder)
     Manifest.read(folder)  # before the lock is made in somebody else's folder
     with _explained("starting the build", folder), folder_lock(folder):
         manifest = Manifest.read(folder)
@@ -216,6 +222,7 @@ def _prepare_folder(folder: Path) -> None:
     """Makes the folder, or refuses one that is somebody else's."""
     if folder.exists() and not folder.is_dir():
         raise BundleError(f"{folder} is a file", expected="a folder, or a name that is free")
+    _refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         foreign = sorted(path.name for path in folder.iterdir() if not _is_ours(path))
@@ -227,6 +234,14 @@ def _prepare_folder(folder: Path) -> None:
             expected="a new or empty folder, or a bundle",
             fix="choose another output folder",
         )
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuses links in place of a bundle's own folders: a build would write and remove files of somebody else."""
+    for name in _BUNDLE_FOLDERS:
+        for path in (folder / name, *(folder / name).glob("sm*")):
+            if path.is_symlink():
+                raise BundleError(f"{path} is a link", expected="a folder of the bundle", fix="remove the link")
 
 
 def _is_ours(path: Path) -> bool:
@@ -297,13 +312,18 @@ def _differences(found: Manifest, wanted: Manifest) -> list[str]:
 def _bring_up_to_date(stage: Stage, job: Job, manifest: Manifest) -> Manifest:
     """Runs a stage unless it is finished, unchanged in its inputs and undamaged; returns the manifest as written."""
     record = manifest.stages[stage.name]
-    inputs = stage.input_hash(job, manifest)
+    lacking = stage.lacks(manifest) if stage.lacks else None
+    inputs = stage.input_hash(job, manifest, record.tools if lacking and record.state == "finished" else None)
     if record.state == "finished" and record.inputs == inputs:
         try:
             check_files(job.folder, record.files, progress=job.progress)
             return manifest
         except BundleError:
             pass  # a damaged file is made again
+    if lacking:
+        # Before anything is touched: what is here may still be of use elsewhere.
+        target = manifest.target
+        raise EngineElsewhereError(lacking, f"a machine with {target.title} and {target.backend}", str(job.folder))
     if record.state == "finished":
         # The record goes first: the old files must not vouch for the new ones, nor the other way round.
         manifest = _with_stage(manifest, stage.name, StageRecord())

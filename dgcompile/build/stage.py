@@ -73,6 +73,8 @@ class Stage:
         code: modules and packages of dgcompile whose source its result depends on.
         inputs: everything else that it depends on, as JSON data.
         run: does the work.
+        lacks: what this machine lacks to do it; None for a stage that every machine can do. Where something is lacking,
+            a finished stage stays finished, whatever versions the tools have here.
     """
 
     name: StageName
@@ -80,17 +82,18 @@ class Stage:
     code: tuple[str, ...]
     inputs: Callable[[Job, Manifest], dict[str, Any]]
     run: Callable[[Job, Manifest], Made]
+    lacks: Callable[[Manifest], str | None] | None = None
 
     def tool_versions(self) -> dict[str, str]:
         """Versions of the tools, and of Python."""
         return {"python": platform.python_version(), **{tool: _version(tool) for tool in self.tools}}
 
-    def input_hash(self, job: Job, manifest: Manifest) -> str:
-        """SHA-256 over everything that the result depends on."""
+    def input_hash(self, job: Job, manifest: Manifest, tools: Mapping[str, str] | None = None) -> str:
+        """SHA-256 over everything that the result depends on; ``tools`` are this machine's unless given."""
         content = {
             "dgcompile": __version__,
             "code": {name: source_hash(name) for name in self.code},
-            "tools": self.tool_versions(),
+            "tools": self.tool_versions() if tools is None else dict(tools),
             "inputs": self.inputs(job, manifest),
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

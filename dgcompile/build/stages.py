@@ -28,7 +28,7 @@ from dgcompile.bundle import (
 )
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.config_file import read_bytes
-from dgcompile.errors import CheckpointError, EngineElsewhereError, StageError
+from dgcompile.errors import CheckpointError, StageError
 from dgcompile.files import write_atomically
 from dgcompile.gpu import LIBRARY_EXTRAS, query_gpus
 from dgcompile.target import Backend, Target
@@ -200,10 +200,6 @@ def _is_rehearsal(target: Target) -> bool:
 
 def _build_engines(job: Job, manifest: Manifest) -> Made:
     target = manifest.target
-    rehearsed = _is_rehearsal(target)
-    lacking = whats_lacking(target, rehearsed=rehearsed)
-    if lacking:
-        raise EngineElsewhereError(lacking, f"a machine with {target.title} and {target.backend}", str(job.folder))
     from dgcompile.build.tensorrt.engines import ENGINE_FILES, build_engines
 
     version = build_engines(
@@ -216,8 +212,14 @@ def _build_engines(job: Job, manifest: Manifest) -> Made:
         manifest.max_batch or 1,
         job.progress,
     )
-    library = EngineLibrary(name=target.backend, version=version, oldest_version=version, rehearsed=rehearsed)
+    library = EngineLibrary(
+        name=target.backend, version=version, oldest_version=version, rehearsed=_is_rehearsal(target)
+    )
     return Made(files=ENGINE_FILES, engine=library)
+
+
+def _engine_lacks(manifest: Manifest) -> str | None:
+    return whats_lacking(manifest.target, rehearsed=_is_rehearsal(manifest.target))
 
 
 def whats_lacking(target: Target, *, rehearsed: bool = False) -> str | None:
@@ -271,7 +273,7 @@ _KERNELS = Stage(
 
 def _tensorrt(*tools: str) -> Stage:
     code = ("dgcompile.build.tensorrt", "dgcompile.contract", "dgcompile.engine_table", "dgcompile.plugins")
-    return Stage("engine", ("onnx", *tools), code, _tensorrt_inputs, _build_engines)
+    return Stage("engine", ("onnx", *tools), code, _tensorrt_inputs, _build_engines, _engine_lacks)
 
 
 STAGES_OF: dict[Backend, tuple[Stage, ...]] = {

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dgcompile.bundle import Bundle
-from dgcompile.contract import DType, GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.contract import GRAPH_FILES, DType, GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.engine_table import EngineDType, EngineTable, EngineTensor, table_file
 from dgcompile.errors import BundleError, EngineError, RequestError
 from dgcompile.gpu import LIBRARY_EXTRAS, check_gpu
@@ -174,6 +174,8 @@ class TensorRTSession:
         target = bundle.target
         assert target.compute_capability is not None and bundle.max_batch is not None
         card = check_gpu(target.compute_capability, target.backend)
+        for graph in GRAPH_FILES:
+            _check_activations(EngineTable.read(bundle.path / table_file(graph)), bundle.recipe.activation_dtype)
         device = CudaDevice(card, LIBRARY_EXTRAS[target.backend])
         try:
             engines = open_engines(bundle, progress)
@@ -359,8 +361,25 @@ class TensorRTSession:
 def _activation_dtype(table: EngineTable) -> EngineDType:
     for tensor in table.tensors:
         if tensor.name == "self_conditioning":
+            if tensor.dtype not in ("bfloat16", "float16", "float32"):
+                raise BundleError(
+                    f"{table_file(table.graph)}: self_conditioning is {tensor.dtype}",
+                    expected="bfloat16, float16 or float32",
+                    fix="build the bundle again",
+                )
             return tensor.dtype
     raise BundleError(f"{table_file(table.graph)}: self_conditioning is missing", fix="build the bundle again")
+
+
+def _check_activations(table: EngineTable, dtype: str) -> None:
+    """Refuses a table whose cache or self-conditioning is not what the recipe computes in."""
+    for tensor in table.tensors:
+        if tensor.name.startswith(("self_conditioning", "past_key_values.")) and tensor.dtype != dtype:
+            raise BundleError(
+                f"{table_file(table.graph)}: {tensor.name} is {tensor.dtype}",
+                expected=f"{dtype}, which the recipe computes in",
+                fix="build the bundle again",
+            )
 
 
 def _largest(table: EngineTable, name: str) -> tuple[int, ...]:

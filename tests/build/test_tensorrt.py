@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +22,7 @@ from click.testing import CliRunner
 
 from dgcompile import gpu
 from dgcompile.build import build, resume, stages
+from dgcompile.build.stage import Stage
 from dgcompile.build.tensorrt import engines
 from dgcompile.build.tensorrt.graph import engine_graph
 from dgcompile.build.tensorrt.worker import EngineJob
@@ -271,6 +276,55 @@ def test_without_the_library_the_rtx5090_too_is_finished_elsewhere(
         resume(folder)
 
 
+def test_what_cannot_be_redone_here_stays_finished(
+    source: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(built, tmp_path / "bundle")
+    monkeypatch.setattr(stages, "library_version", lambda backend: None)
+    # Another machine has other versions of the tools, the engine library among them.
+    ours = Stage.tool_versions
+    monkeypatch.setattr(Stage, "tool_versions", lambda self: {**ours(self), "onnx": "0", "tensorrt_rtx": ""})
+    assert resume(folder).manifest.unfinished == ()
+    assert content(folder) == content(built)
+    # But what no longer fits is said, and not thrown away either.
+    edit(folder, lambda manifest: manifest.update(max_context=64))
+    with pytest.raises(EngineElsewhereError):
+        resume(folder)
+    assert Manifest.read(folder).stages["engine"].state == "finished"
+    assert (folder / engine_file("denoiser")).exists()
+
+
+def test_a_full_disk_in_the_engine_stage(built: Path, tmp_path: Path) -> None:
+    folder = unfinished_copy(built, tmp_path / "bundle", "engine")
+    size = (built / engine_file("encoder")).stat().st_size
+    command = [sys.executable, "-m", "dgcompile", "build", "--resume", str(folder)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY)),
+    )
+    assert done.returncode == 1
+    assert "no space left for" in done.stderr and "run the same command again" in done.stderr
+    assert "engine encoder: done" not in done.stderr and "Traceback" not in done.stderr
+    assert not list((folder / "engines").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["kernels", "engines", "kernels/sm120"])
+def test_links_in_place_of_a_bundles_folders_are_refused(source: Path, built: Path, tmp_path: Path, name: str) -> None:
+    folder = unfinished_copy(built, tmp_path / "bundle", "engine")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "x.cubin").write_text("mine")
+    if (folder / name).exists():
+        shutil.rmtree(folder / name)
+    (folder / name).symlink_to(victim)
+    for start in (lambda: resume(folder), lambda: gpu_build(source, folder)):
+        with pytest.raises(BundleError, match=f"{name} is a link; expected a folder of the bundle"):
+            start()
+    assert [path.name for path in victim.iterdir()] == ["x.cubin"]
+
+
 # What a bundle for a GPU is refused for -------------------------------------------------------------------------------
 
 
@@ -432,7 +486,7 @@ def test_a_graph_that_needs_kernels_which_are_not_there(built: Path, tmp_path: P
 
 def test_a_worker_that_dies_is_reported_with_its_last_words(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_worker_command", lambda: ["/bin/sh", "-c", "echo last words >&2; kill -ABRT $$"])
-    job = EngineJob("tensorrt_rtx", "encoder", "{}", "", 120, 170, "", "")
+    job = EngineJob("tensorrt_rtx", "encoder", "{}", "", 120, 170, "", "", f"{os.getpid():010}")
     with pytest.raises(EngineError, match=r"built the encoder was ended by SIGABRT; its last words: last words"):
         engines._run_worker(job, built, Progress())
 

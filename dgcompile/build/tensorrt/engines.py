@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def build_engines(
             multiprocessors=target.multiprocessors or 1,
             engine=engine_file(graph) + PARTIAL_SUFFIX,
             layers=layers_file(graph) + PARTIAL_SUFFIX,
+            parent=f"{os.getpid():010}",  # as long for every process; see worker.py
         )
         try:
             version = _run_worker(job, folder, progress)["version"]
@@ -130,8 +132,16 @@ def _run_worker(job: EngineJob, folder: Path, progress: Progress) -> Mapping[str
             process.kill()
             process.wait()
             listener.join(timeout=5)
+        # Before the task ends, which says that it is done.
+        return _judge(job, last, code, said, folder)
+
+
+def _judge(job: EngineJob, last: Mapping[str, Any], code: int, said: Iterable[str], folder: Path) -> Mapping[str, Any]:
+    """The last event of a worker that built its engine; an exception for one that did not."""
     if last.get("event") == "done" and code == 0:
         return last
+    if last.get("event") == "os error":
+        raise OSError(last["errno"], last["text"], str(folder / job.engine))
     if last.get("event") == "error":
         raise EngineError(last["problem"], expected=last["expected"], fix=last["fix"])
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

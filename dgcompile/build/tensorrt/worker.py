@@ -3,8 +3,8 @@
 A process of its own, because the library needs an environment that must be there before a process starts (see
 ``libraries.py``), because it ends the process where others raise, and because its memory goes back with it.
 
-The job comes as one JSON line on stdin, which then stays open: when it closes, the parent is gone and so is the worker.
-Events go out as JSON lines on stdout; whatever libraries print there goes to stderr.
+The job comes as one JSON line on stdin. Events go out as JSON lines on stdout; what libraries print there goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -48,6 +49,7 @@ class EngineJob:
         sm: compute capability, such as 120.
         multiprocessors: of the GPU.
         engine, layers: files to write; the parent gives them their final names.
+        parent: process id of who started the worker, ten digits: it ends with that.
     """
 
     backend: str
@@ -58,8 +60,10 @@ class EngineJob:
     multiprocessors: int
     engine: str
     layers: str
+    parent: str
 
 
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _SAME_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of <sys/personality.h>
 
 
@@ -90,9 +94,7 @@ def main() -> None:
         events.write(json.dumps(event) + "\n")
 
     job = EngineJob(**json.loads(sys.stdin.readline()))
-    watching = threading.Event()
-    threading.Thread(target=_end_with_parent, args=(watching,), daemon=True).start()
-    watching.wait()  # so that the threads get their arenas in this order
+    _end_with_parent(int(job.parent))
     _import_libraries(job)
     # In a thread of its own, whose memory comes from a fresh arena: see _fix_addresses.
     builder = threading.Thread(target=_work, args=(job, emit))
@@ -117,15 +119,18 @@ def _work(job: EngineJob, emit: Emit) -> None:
         emit({"event": "done", **_build(job, emit)})
     except DgcompileError as error:
         emit({"event": "error", "problem": error.problem, "expected": error.expected, "fix": error.fix})
+    except OSError as error:
+        emit({"event": "os error", "errno": error.errno, "text": error.strerror or str(error)})
     except Exception as error:
         traceback.print_exc()
         emit({"event": "error", "problem": f"{type(error).__name__}: {error}", "expected": None, "fix": None})
 
 
-def _end_with_parent(watching: threading.Event) -> None:
-    watching.set()
-    sys.stdin.read()
-    os._exit(1)
+def _end_with_parent(parent: int) -> None:
+    """Has the system end this process when its parent ends; no thread waits for that, see :func:`_fix_addresses`."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
