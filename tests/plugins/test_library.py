@@ -149,3 +149,9 @@ def test_reading_needs_the_standard_library_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_index_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text("[" * 300_000)
+    with pytest.raises(BundleError, match="is no JSON"):
+        KernelLibrary.open(tmp_path, 120)

@@ -60,4 +60,6 @@ def worker_environment(backend: str, folder: Path) -> dict[str, str]:
     # names of files: all are the same in every build (see worker.py).
     paths = [_LINKS, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
-    return {**kept, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}
+    # numpy's linear algebra would start threads, which take memory when they happen to run.
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**kept, **single, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}

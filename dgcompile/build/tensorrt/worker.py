@@ -78,6 +78,9 @@ def _fix_addresses() -> None:
     personality = getattr(ctypes.CDLL(None, use_errno=True), "personality", None)
     if personality is None:
         return
+    # TensorRT's own threads take and free memory too: on one processor they do not run beside one another.
+    usable = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {usable[os.getpid() % len(usable)]})
     current = personality(0xFFFFFFFF)
     if current < 0 or current & _SAME_ADDRESSES or personality(current | _SAME_ADDRESSES) < 0:
         return
