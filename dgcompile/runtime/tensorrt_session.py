@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dgcompile.bundle import Bundle
-from dgcompile.contract import GRAPH_FILES, DType, GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.contract import DType, GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.engine_table import EngineDType, EngineTable, EngineTensor, table_file
 from dgcompile.errors import BundleError, EngineError, RequestError
 from dgcompile.gpu import LIBRARY_EXTRAS, check_gpu
@@ -174,11 +174,11 @@ class TensorRTSession:
         target = bundle.target
         assert target.compute_capability is not None and bundle.max_batch is not None
         card = check_gpu(target.compute_capability, target.backend)
-        for graph in GRAPH_FILES:
-            _check_activations(EngineTable.read(bundle.path / table_file(graph)), bundle.recipe.activation_dtype)
         device = CudaDevice(card, LIBRARY_EXTRAS[target.backend])
         try:
             engines = open_engines(bundle, progress)
+            for engine in engines.values():
+                _check_activations(engine.table, bundle.recipe.activation_dtype)
             return cls(
                 bundle.spec,
                 bundle.max_context,

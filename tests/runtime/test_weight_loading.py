@@ -51,7 +51,7 @@ def table(*tensors: tuple[str, str, tuple[int, ...]]) -> EngineTable:
         {
             "graph": "denoiser",
             "tensors": [
-                {"name": f"input of {name}", "mode": "input", "dtype": dtype, "shape": shape, "weight": name}
+                {"name": name, "mode": "input", "dtype": dtype, "shape": shape, "weight": name}
                 for name, dtype, shape in tensors
             ],
         }
