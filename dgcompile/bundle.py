@@ -39,7 +39,7 @@ from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.gpu import check_gpu, import_library
 from dgcompile.model_spec import ModelSpec
-from dgcompile.plugins.library import library_folder
+from dgcompile.plugins.kernel_library import library_folder
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Backend, Target

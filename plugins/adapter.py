@@ -20,7 +20,7 @@ import numpy as np
 from dgcompile.errors import DgcompileError, EngineError
 from dgcompile.plugins.block_attention.plugin import BlockAttention
 from dgcompile.plugins.cuda_launch import LoadedKernels, PreparedCall, cuda_driver
-from dgcompile.plugins.library import KernelLibrary
+from dgcompile.plugins.kernel_library import KernelLibrary
 from dgcompile.plugins.moe.plugin import MixtureOfExperts
 from dgcompile.plugins.operation import Field, Operation, Tensor
 

@@ -24,8 +24,8 @@ from dgcompile.errors import BundleError, StageError
 from dgcompile.files import write_atomically
 from dgcompile.plugins import compile_worker
 from dgcompile.plugins.compile import CompiledKernel
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelLibrary, KernelRecord, check_cubin, index_bytes
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, KernelRecord, check_cubin, index_bytes
 from dgcompile.progress import Progress
 
 JOURNAL_FILE = "kernels.partial"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dgcompile.errors import EngineError, MissingDependencyError
+from dgcompile.plugins.kernel_library import KernelLibrary
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import KernelLibrary
 from dgcompile.plugins.operation import Plan
 
 ALIGNMENT = 16

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dgcompile.plugins.kernel_library import KernelLibrary
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import KernelLibrary
 
 Field = int | float | str
 ITEMSIZE = {"bf16": 2, "fp16": 2}

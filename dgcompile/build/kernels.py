@@ -8,8 +8,8 @@ from dgcompile.errors import RecipeError, TargetError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.plugins.block_attention import launch as attention
 from dgcompile.plugins.block_attention.tiles import tile_for
+from dgcompile.plugins.kernel_library import library_folder
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import library_folder
 from dgcompile.plugins.moe import launch as moe
 from dgcompile.plugins.moe.formats import WeightFormat
 from dgcompile.progress import Progress

@@ -213,7 +213,7 @@ def open_engines(bundle: Bundle, progress: Progress | None = None) -> dict[Graph
         EngineError: the library refuses an engine.
     """
     from dgcompile.plugins.adapter import register_plugins
-    from dgcompile.plugins.library import KernelLibrary
+    from dgcompile.plugins.kernel_library import KernelLibrary
 
     target, engine = bundle.target, bundle.manifest.engine
     assert engine is not None and target.multiprocessors is not None

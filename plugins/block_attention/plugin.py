@@ -16,7 +16,7 @@ from dgcompile.plugins.block_attention.launch import (
     workspace_limit,
 )
 from dgcompile.plugins.block_attention.tiles import tile_for
-from dgcompile.plugins.library import KernelLibrary
+from dgcompile.plugins.kernel_library import KernelLibrary
 from dgcompile.plugins.operation import Field, Operation, Plan, Tensor, expect_ranks, expect_shapes
 
 

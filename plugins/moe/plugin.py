@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dgcompile.plugins.library import KernelLibrary
+from dgcompile.plugins.kernel_library import KernelLibrary
 from dgcompile.plugins.moe.formats import INT4_BLOCK, WeightFormat
 from dgcompile.plugins.moe.launch import Shape, check, check_format, launches, tile_for, workspace, workspace_limit
 from dgcompile.plugins.operation import ITEMSIZE, Field, Operation, Plan, Tensor, expect_ranks, expect_shapes

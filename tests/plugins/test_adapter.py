@@ -16,7 +16,7 @@ import tensorrt_rtx as trt
 from dgcompile.errors import EngineError
 from dgcompile.plugins import adapter
 from dgcompile.plugins.cuda_launch import LoadedKernels
-from dgcompile.plugins.library import KernelLibrary
+from dgcompile.plugins.kernel_library import KernelLibrary
 from tests.plugins.test_cuda_launch import (
     ATTENTION,
     MULTIPROCESSORS,

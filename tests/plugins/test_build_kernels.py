@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="triton (extra `build`) is not installed: N
 
 from dgcompile.errors import StageError
 from dgcompile.plugins.build_kernels import JOURNAL_FILE, build_library
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelLibrary, cubin_sm
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, cubin_sm
 from dgcompile.progress import Progress
 
 

@@ -16,8 +16,8 @@ from dgcompile.errors import BundleError, EngineError
 from dgcompile.plugins.block_attention.launch import LOG2_E, workspace
 from dgcompile.plugins.block_attention.plugin import BlockAttention
 from dgcompile.plugins.cuda_launch import LoadedKernels, PreparedCall, packed
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelLibrary, KernelRecord, index_bytes
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, KernelRecord, index_bytes
 from dgcompile.plugins.moe.plugin import MixtureOfExperts
 from dgcompile.plugins.operation import Operation, Plan, Tensor
 

@@ -13,7 +13,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt_rtx is not installed: NO pl
 from dgcompile.plugins.block_attention.launch import Mode, Shape
 from dgcompile.plugins.block_attention.launch import launches as plan_attention
 from dgcompile.plugins.block_attention.tiles import tile_for
-from dgcompile.plugins.library import INDEX_FILE, KernelRecord, index_bytes
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelRecord, index_bytes
 from dgcompile.plugins.moe import launch as moe
 from tests.plugins.trt_runner import run
 

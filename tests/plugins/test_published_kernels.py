@@ -18,8 +18,8 @@ from dgcompile.model_spec import LayerSpec, ModelSpec
 from dgcompile.plugins.block_attention.launch import Mode, Shape, choose_splits, launches
 from dgcompile.plugins.block_attention.tiles import tile_for, uses_wgmma
 from dgcompile.plugins.compile import disassemble
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelLibrary, library_folder
 from dgcompile.plugins.launch import SHARED_MEMORY_LIMIT, resident_blocks
-from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, library_folder
 from dgcompile.plugins.moe import launch as moe
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe

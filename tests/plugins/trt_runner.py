@@ -75,7 +75,7 @@ def build(job: dict[str, Any], keep: list[Any]) -> dict[str, Any]:
 
     from dgcompile.errors import DgcompileError
     from dgcompile.plugins.adapter import OPERATIONS, register_plugins
-    from dgcompile.plugins.library import KernelLibrary
+    from dgcompile.plugins.kernel_library import KernelLibrary
 
     problems: list[str] = []
 

@@ -22,7 +22,7 @@ GPU_SCRIPT = """
 import sys
 import dgcompile.runtime.tensorrt_session
 import dgcompile.plugins.adapter
-import dgcompile.plugins.library
+import dgcompile.plugins.kernel_library
 
 # Nothing of CUDA either: the machine is checked before it is touched.
 heavy = {"torch", "transformers", "onnx", "onnxruntime", "triton", "cuda", "tensorrt", "tensorrt_rtx", "polygraphy"}

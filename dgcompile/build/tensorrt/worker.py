@@ -140,7 +140,7 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
     # Before the library loads anything: numpy and onnx, then the library, then the plugins that subclass its classes.
     from dgcompile.build.tensorrt.graph import engine_graph
     from dgcompile.plugins.adapter import register_plugins
-    from dgcompile.plugins.library import KernelLibrary
+    from dgcompile.plugins.kernel_library import KernelLibrary
 
     trt = import_module(job.backend)
     bundle = Path(BUNDLE_LINK)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dgcompile.errors import BundleError
+from dgcompile.plugins.kernel_library import INDEX_FILE, KernelLibrary, KernelRecord, cubin_sm
 from dgcompile.plugins.launch import Launch
-from dgcompile.plugins.library import INDEX_FILE, KernelLibrary, KernelRecord, cubin_sm
 from tests.plugins.test_cuda_launch import fake_cubin, write_library
 
 LAUNCH = Launch("moe.kernel.combine_kernel", ("outer", 3), ("*bf16:16", "i32"), {"TOP_K": 8}, (1, 1, 1))
@@ -142,7 +142,7 @@ def test_what_is_no_cubin(data: bytes) -> None:
 
 def test_reading_needs_the_standard_library_alone() -> None:
     code = (
-        "import sys; import dgcompile.plugins.library, dgcompile.plugins.block_attention.plugin, "
+        "import sys; import dgcompile.plugins.kernel_library, dgcompile.plugins.block_attention.plugin, "
         "dgcompile.plugins.moe.plugin; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & "
         "{'torch', 'triton', 'onnx', 'transformers', 'pydantic', 'cuda', 'tensorrt', 'tensorrt_rtx'}))"
