@@ -28,7 +28,8 @@ class Target(BaseModel):
         multiprocessors: streaming multiprocessors of the GPU; None off the GPU.
         flops: dense FLOP/s (a multiply-add is two) per precision of the multiplied numbers, accumulated in float32.
         weight_formats: what a recipe may store weights as for this target.
-        activation_dtypes: what a recipe may compute in on this target.
+        activation_dtypes: what a recipe may compute in on this target, the usual one first.
+        activation_formats: what a recipe may round activations to before a product, beside "none".
         default_recipe: the recipe of a build that names none.
     """
 
@@ -43,7 +44,8 @@ class Target(BaseModel):
     multiprocessors: Annotated[int, Field(strict=True, gt=0)] | None = None
     flops: dict[Precision, Positive] = {}
     weight_formats: tuple[str, ...]
-    activation_dtypes: tuple[str, ...]
+    activation_dtypes: Annotated[tuple[Literal["float32", "bfloat16"], ...], Field(min_length=1)]
+    activation_formats: tuple[str, ...] = ()
     default_recipe: str
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""From the weights of a checkpoint to those of a bundle: number formats and streaming conversion. Needs torch."""
+"""From the weights of a checkpoint to those of a bundle: number formats, calibration, streaming conversion."""

@@ -1,7 +1,7 @@
 """Streaming conversion of a checkpoint's weights into a bundle's weights store.
 
-Tensors are read, converted and written piece by piece in the order of the store, so memory is bounded by a piece, not
-by a tensor or the model. A journal beside the partial file says which tensors are safely on disk: after a kill at any
+Weights are read, converted and written a slice at a time in the order of the store, so memory is bounded by a slice and
+a weight's scales, not by the model. A journal beside the partial file says which tensors are safely on disk: after a kill at any
 moment the same call goes on there, and the finished file has the same bytes as an undisturbed conversion's.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,10 +24,20 @@ from dgcompile.checkpoint import READABLE_DTYPES, Checkpoint
 from dgcompile.content_hashes import FileIdentity, file_identities, remember
 from dgcompile.errors import CheckpointError, StageError
 from dgcompile.files import PARTIAL_SUFFIX, sync_folder, write_atomically
+from dgcompile.plugins.moe.formats import FP8_MAX
 from dgcompile.progress import Advance, Progress
-from dgcompile.recipe import Recipe
-from dgcompile.safetensors_file import DTYPE_BITS, StoredTensor
-from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, store_layout
+from dgcompile.quantize.formats import FORMATS
+from dgcompile.recipe import Recipe, weight_of
+from dgcompile.safetensors_file import StoredTensor
+from dgcompile.source_hash import source_hash
+from dgcompile.weights_store import (
+    JOURNAL_FILE,
+    WEIGHTS_FILE,
+    StoredWeight,
+    scale_dtype,
+    store_layout,
+    stored_weights,
+)
 
 _PIECE_ELEMENTS = 4 << 20
 _FLUSH_BYTES = 256 << 20
@@ -45,6 +56,7 @@ def convert_weights(
     folder: Path,
     progress: Progress | None = None,
     *,
+    input_amax: Mapping[str, float] | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> ConvertedWeights:
     """Writes ``folder/weights.safetensors`` as ``plan_store`` lays it out.
@@ -54,30 +66,43 @@ def convert_weights(
 
     Args:
         checkpoint: the source.
-        recipe: the formats.
+        recipe: the formats, for a target.
+        input_amax: largest magnitude of the activations that each weight with a static scale is multiplied with.
         folder: exists; nobody else writes to it meanwhile.
         progress: told the bytes written.
         flush_bytes: how much may be lost, and must be redone, when the machine or the process dies.
 
     Raises:
-        CheckpointError: a weight is not finite, or a source file changed meanwhile; names tensor and file.
+        CheckpointError: a weight is not finite or too large for its format, or a source file changed meanwhile; names
+            tensor and file.
         StageError: the disk is too small, or the file system failed.
     """
     head, layout = store_layout(checkpoint.spec, recipe)
+    weights = stored_weights(checkpoint.spec, recipe)
     identities = file_identities(checkpoint.tensors.values())
     nbytes = len(head) + sum(tensor.nbytes for tensor in layout.values())
-    writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, head, identities))
+    amax = input_amax or {}
+    writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, head, identities, amax))
     try:
         with (progress or Progress()).task("weights", nbytes, "bytes") as advance:
-            source_hashes = writer.open(head, layout, nbytes, advance)
+            done = writer.open(head, layout, nbytes, advance)
+            source_hashes = {name: digest for name, digest in done.items() if digest}
+            made = _Conversion(checkpoint, recipe, weights, amax, set(layout) - set(done))
             waiting: dict[str, str] = {}
-            for name, target in layout.items():
-                if name in source_hashes:
+            for name, place in layout.items():
+                if name in done:
                     continue
-                source_hashes[name] = waiting[name] = _convert(name, checkpoint.tensors[name], target, writer, advance)
+                written = 0
+                for data in made.bytes_of(name):
+                    writer.append(data)
+                    written += len(data)
+                    advance(len(data))
+                assert written == place.nbytes, f"{name}: {written} bytes instead of the planned {place.nbytes}"
+                waiting[name] = made.source_hashes.get(name, "")
                 if writer.unflushed >= flush_bytes:
                     writer.flush(waiting)
                     waiting = {}
+            source_hashes |= made.source_hashes
             # Before the file gets its name: a source that changed meanwhile must not become a finished store.
             remember(checkpoint.tensors, source_hashes, identities)
             writer.finish()
@@ -89,41 +114,103 @@ def convert_weights(
 
 
 def _conversion_key(
-    checkpoint: Checkpoint, recipe: Recipe, head: bytes, identities: Mapping[Path, FileIdentity]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    head: bytes,
+    identities: Mapping[Path, FileIdentity],
+    input_amax: Mapping[str, float],
 ) -> str:
     """Identifies a conversion, so that a partial file of another one is never continued."""
     files = {file: list(identity) for file, identity in identities.items()}
     sources = {
         name: [files[tensor.file], tensor.dtype, tensor.offset] for name, tensor in sorted(checkpoint.tensors.items())
     }
-    content = [__version__, recipe.model_dump(), sources]
-    return hashlib.sha256(head + json.dumps(content, sort_keys=True).encode()).hexdigest()
+    content = [__version__, source_hash("dgcompile.quantize"), torch.__version__, recipe.model_dump(), sources]
+    ranges = sorted(input_amax.items())
+    return hashlib.sha256(head + json.dumps([*content, ranges], sort_keys=True).encode()).hexdigest()
 
 
-def _convert(name: str, source: StoredTensor, target: StoredTensor, writer: _StoreWriter, advance: Advance) -> str:
-    """Converts one tensor to the dtype of its place and appends it; returns the SHA-256 of its source bytes."""
-    digest = hashlib.sha256()
-    written = 0
-    for piece in _pieces(name, source):
-        digest.update(piece)
-        values = torch.frombuffer(piece, dtype=getattr(torch, READABLE_DTYPES[source.dtype]))
-        values = values.to(getattr(torch, READABLE_DTYPES[target.dtype]))
-        if not bool(torch.isfinite(values).all()):
-            raise CheckpointError(
-                f"{name} in {source.file} holds NaN or infinity",
-                expected="finite weights",
-                fix="fetch the checkpoint again, or go back to one that was saved before training diverged",
-            )
-        data = values.view(torch.uint8).numpy().data
-        writer.append(data)
-        written += len(data)
-        advance(len(data))
-    assert written == target.nbytes, f"{name}: {written} bytes were written where {target.nbytes} were planned"
-    return digest.hexdigest()
+class _Conversion:
+    """Makes the store's tensors in the order in which they are asked for.
+
+    A weight's first tensor is passed on slice by slice; its others are kept until they are asked for. In a store they
+    follow at once unless their sizes put them into another group of the layout, which happens to small ones only.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        weights: Mapping[str, StoredWeight],
+        amax: Mapping[str, float],
+        wanted: set[str],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._scale_dtype = scale_dtype(recipe)
+        self._weights = weights
+        self._amax = amax
+        self._wanted = wanted
+        self._owner = {part: name for name, weight in weights.items() for part in weight.parts.values()}
+        self._kept: dict[str, list[memoryview]] = {}
+        self.source_hashes: dict[str, str] = {}
+
+    def bytes_of(self, name: str) -> Iterator[memoryview]:
+        """The bytes of one tensor of the store, in pieces."""
+        if name in self._kept:
+            yield from self._kept.pop(name)
+        elif name in self._owner:
+            yield from self._convert(self._owner[name], name)
+        else:
+            yield self._input_scale(name)
+
+    def _convert(self, name: str, wanted: str) -> Iterator[memoryview]:
+        weight, source = self._weights[name], self._checkpoint.tensors[name]
+        number_format = FORMATS[weight.recipe.format]
+        kept: dict[str, list[memoryview]] = {
+            part: [] for part in weight.parts.values() if part != wanted and part in self._wanted
+        }
+        digest = hashlib.sha256()
+        for piece in _slices(name, source):
+            digest.update(piece)
+            values = torch.frombuffer(piece, dtype=getattr(torch, READABLE_DTYPES[source.dtype]))
+            values = values.view(-1, *source.shape[1:])
+            if not bool(values.isfinite().all()):
+                raise CheckpointError(
+                    f"{name} in {source.file} holds NaN or infinity",
+                    expected="finite weights",
+                    fix="fetch the checkpoint again, or go back to one that was saved before training diverged",
+                )
+            try:
+                parts = number_format.encode(values, weight.recipe.group_size, self._scale_dtype)
+            except ValueError as problem:
+                raise CheckpointError(
+                    f"{name} in {source.file} does not fit {weight.recipe.text}: {problem}",
+                    fix="choose a recipe that stores this class of weight otherwise",
+                ) from problem
+            for suffix, part in weight.parts.items():
+                data = parts[suffix].contiguous().view(torch.uint8).numpy().reshape(-1).data
+                if part == wanted:
+                    yield data
+                elif part in kept:
+                    kept[part].append(data)
+        self._kept |= kept
+        self.source_hashes[name] = digest.hexdigest()
+
+    def _input_scale(self, name: str) -> memoryview:
+        """A static scale: what brings the largest activation that calibration saw to the largest E4M3 number."""
+        weight = weight_of(name)
+        if weight not in self._amax:
+            raise StageError(f"the calibration has no range of the activations of {weight}")
+        scale = torch.tensor([self._amax[weight] / FP8_MAX], dtype=torch.float32)
+        stored = scale.to({"F32": torch.float32, "BF16": torch.bfloat16}[self._scale_dtype])
+        return stored.view(torch.uint8).numpy().data
 
 
-def _pieces(name: str, tensor: StoredTensor) -> Iterator[bytearray]:
-    piece_bytes = _PIECE_ELEMENTS * DTYPE_BITS[tensor.dtype] // 8
+def _slices(name: str, tensor: StoredTensor) -> Iterator[bytearray]:
+    """The bytes of a tensor, whole slices of its leading axis at a time."""
+    slice_bytes = tensor.nbytes // tensor.shape[0]
+    slice_elements = math.prod(tensor.shape[1:])
+    piece_bytes = slice_bytes * max(1, _PIECE_ELEMENTS // slice_elements)
     try:
         file = tensor.file.open("rb", buffering=0)
     except OSError as problem:
@@ -165,7 +252,8 @@ class _StoreWriter:
         return self._digest.hexdigest()
 
     def open(self, head: bytes, layout: Mapping[str, StoredTensor], nbytes: int, advance: Advance) -> dict[str, str]:
-        """Continues the partial file, or starts it; returns the source hashes of the tensors that it holds already."""
+        """Continues the partial file, or starts it; returns the tensors that it holds already, each with the SHA-256 of
+        its weight's source bytes ("" for a tensor that is not a weight's first one)."""
         done = self._finished_tensors(layout, nbytes)
         if done:
             self._file = self._partial.open("r+b")
