@@ -20,7 +20,9 @@ from transformers.models.diffusion_gemma import modeling_diffusion_gemma as mode
 
 from dgcompile.errors import TraceError
 from dgcompile.plugins.block_attention.torch_op import block_attention
+from dgcompile.plugins.moe.formats import WeightFormat
 from dgcompile.plugins.moe.torch_op import mixture_of_experts
+from dgcompile.plugins.moe.torch_weights import empty_packed
 from dgcompile.trace.sampler import SamplerOutput, denoising_sample
 
 SUPPORTED_TRANSFORMERS = "5.24"
@@ -87,17 +89,38 @@ class BlockAttentionModule(nn.Module):
 
 
 class MixtureOfExpertsModule(nn.Module):
-    """The experts of a layer through :func:`dgcompile.plugins.moe.torch_op.mixture_of_experts`; owns their weights."""
+    """The experts of a layer through :func:`dgcompile.plugins.moe.torch_op.mixture_of_experts`; owns their weights.
 
-    def __init__(self, original: Any) -> None:
+    In a packed format the weights are uninitialised, of the same fake mode or device as those of ``original``, and
+    their scales are parameters named like them with ``_scale`` added.
+    """
+
+    def __init__(self, original: Any, weight_format: WeightFormat = "float", group_size: int = 0) -> None:
         super().__init__()
-        self.gate_up_proj: nn.Parameter = original.gate_up_proj
-        self.down_proj: nn.Parameter = original.down_proj
+        self.weight_format = weight_format
+        self.group_size = group_size
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(original, name)
+            if weight_format == "float":
+                self.register_parameter(name, weight)
+                self.register_parameter(f"{name}_scale", None)
+            else:
+                packed, scale = empty_packed(weight, weight_format, group_size)
+                self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+                self.register_parameter(f"{name}_scale", nn.Parameter(scale, requires_grad=False))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [T, H], top_k_index and top_k_weights [T, K] -> [T, H]."""
         output: Tensor = mixture_of_experts(
-            hidden_states, top_k_index.to(torch.int32), top_k_weights, self.gate_up_proj, self.down_proj
+            hidden_states,
+            top_k_index.to(torch.int32),
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            self.gate_up_proj_scale,
+            self.down_proj_scale,
+            self.weight_format,
+            self.group_size,
         )
         return output
 
@@ -206,8 +229,15 @@ def check_transformers() -> None:
             )
 
 
-def swap_modules(model: DiffusionGemmaForBlockDiffusion) -> None:
-    """Replaces attention, experts and self-conditioning of ``model`` in place, by exact class."""
+def swap_modules(
+    model: DiffusionGemmaForBlockDiffusion, weight_format: WeightFormat = "float", group_size: int = 0
+) -> None:
+    """Replaces attention, experts and self-conditioning of ``model`` in place, by exact class.
+
+    Args:
+        model: of any dtype, with real or fake parameters.
+        weight_format, group_size: how the experts are stored, see :mod:`dgcompile.plugins.moe.formats`.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is modeling.DiffusionGemmaEncoderTextAttention:
@@ -215,6 +245,6 @@ def swap_modules(model: DiffusionGemmaForBlockDiffusion) -> None:
             elif type(child) is modeling.DiffusionGemmaDecoderTextAttention:
                 setattr(parent, name, BlockAttentionModule(child, causal=False))
             elif type(child) is modeling.DiffusionGemmaTextExperts:
-                setattr(parent, name, MixtureOfExpertsModule(child))
+                setattr(parent, name, MixtureOfExpertsModule(child, weight_format, group_size))
             elif type(child) is modeling.DiffusionGemmaSelfConditioning:
                 setattr(parent, name, SelfConditioningModule(child))

@@ -21,19 +21,36 @@ DOMAIN = Opset(ONNX_DOMAIN, ONNX_DOMAIN_VERSION)
 
 _TYPES = [
     ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "hidden states, keys and values"),
-    ("W", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(uint8)"], "expert weights"),
+    (
+        "W",
+        [
+            "tensor(float)",
+            "tensor(float16)",
+            "tensor(bfloat16)",
+            "tensor(float8e4m3fn)",
+            "tensor(uint8)",
+            "tensor(int8)",
+        ],
+        "expert weights: as they are, in E4M3, or INT4 in bytes",
+    ),
+    ("S", ["tensor(float)", "tensor(float16)"], "scales of expert weights"),
     ("R", ["tensor(float)"], "routing weights"),
     ("I", ["tensor(int32)"], "lengths and expert ids"),
 ]
 
 
-def _operator(name: str, inputs: dict[str, str], attributes: dict[str, OpSchema.AttrType]) -> Op:
-    """An operator of the domain with one output of type T; ``inputs`` maps names to the types above."""
+def _operator(
+    name: str, inputs: dict[str, str], attributes: dict[str, OpSchema.AttrType], optional: dict[str, str] | None = None
+) -> Op:
+    """An operator of the domain with one output of type T; ``inputs`` and ``optional`` map names to the types above."""
+    required = [OpSchema.FormalParameter(key, kind) for key, kind in inputs.items()]
+    absent = OpSchema.FormalParameterOption.Optional
+    others = [OpSchema.FormalParameter(key, kind, param_option=absent) for key, kind in (optional or {}).items()]
     schema = OpSchema(
         name,
         ONNX_DOMAIN,
         ONNX_DOMAIN_VERSION,
-        inputs=[OpSchema.FormalParameter(key, kind) for key, kind in inputs.items()],
+        inputs=[*required, *others],
         outputs=[OpSchema.FormalParameter("output", "T")],
         type_constraints=_TYPES,
         attributes=[OpSchema.Attribute(key, kind, "", required=True) for key, kind in attributes.items()],
@@ -54,6 +71,7 @@ _MIXTURE_OF_EXPERTS = _operator(
         "weight_format": OpSchema.AttrType.STRING,
         "group_size": OpSchema.AttrType.INT,
     },
+    {"gate_up_scale": "S", "down_scale": "S"},
 )
 
 
@@ -65,9 +83,28 @@ def _block_attention(  # type: ignore[no-untyped-def]  # symbolic tensors of the
     )
 
 
-def _mixture_of_experts(hidden, expert_ids, expert_weights, gate_up, down):  # type: ignore[no-untyped-def]
+def _mixture_of_experts(  # type: ignore[no-untyped-def]  # as above
+    hidden,
+    expert_ids,
+    expert_weights,
+    gate_up,
+    down,
+    gate_up_scale=None,
+    down_scale=None,
+    weight_format: str = "float",
+    group_size: int = 0,
+):
+    scales = [scale for scale in (gate_up_scale, down_scale) if scale is not None]
     return _MIXTURE_OF_EXPERTS(
-        hidden, expert_ids, expert_weights, gate_up, down, activation="gelu_tanh", weight_format="float", group_size=0
+        hidden,
+        expert_ids,
+        expert_weights,
+        gate_up,
+        down,
+        *scales,
+        activation="gelu_tanh",
+        weight_format=weight_format,
+        group_size=group_size,
     )
 
 
