@@ -1,7 +1,7 @@
 """The ``dgcompile`` command: lazily imported subcommands, and one place that turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a failed stage (or ``verify`` or ``doctor`` found something), 2 bad input, 3 a build that another
-machine must finish, 130 interrupted with Ctrl-C, 141 nobody reads the output any more.
+Exit codes: 0 done, 1 a failed stage (or ``verify``, ``evaluate`` or ``doctor`` found something), 2 bad input, 3 a build
+that another machine must finish, 130 interrupted with Ctrl-C, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dgcompile.cli.command import DEBUG_KEY, debug_option
 from dgcompile.cli.text import printable
 from dgcompile.errors import DgcompileError, MissingDependencyError
 
-COMMANDS = ("build", "generate", "verify", "inspect", "doctor", "targets", "recipes", "demo", "completion")
+COMMANDS = ("build", "generate", "verify", "evaluate", "inspect", "doctor", "targets", "recipes", "demo", "completion")
 """Subcommands in the order of the help; each is the ``command`` of the module ``dgcompile.cli.<name>``."""
 
-BUILD_PACKAGES = frozenset({"huggingface_hub", "onnx", "onnxscript", "torch", "transformers"})
+BUILD_PACKAGES = frozenset({"huggingface_hub", "matplotlib", "onnx", "onnxscript", "torch", "transformers"})
 """Top-level modules that only the ``build`` extra installs."""
 
 INTERRUPTED = 130

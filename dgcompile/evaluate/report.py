@@ -82,7 +82,8 @@ class PromptReport(_Frozen):
     """One prompt.
 
     Attributes:
-        index: its place among the prompts.
+        index: its place among the prompts, from 0.
+        line: its line in the file of prompts, from 1; None where there was no file.
         seed: of its random numbers, on both sides.
         prompt: its text; None where token ids were given.
         kl: KL of the first step, as in :class:`LogitsError`.
@@ -93,6 +94,7 @@ class PromptReport(_Frozen):
     """
 
     index: int
+    line: int | None
     seed: int
     prompt: str | None
     kl: float
@@ -102,6 +104,11 @@ class PromptReport(_Frozen):
     answer: str | None
     reference_steps: tuple[int, ...]
     candidate_steps: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """How it is called in tables."""
+        return f"prompt {self.index}" if self.line is None else f"line {self.line}"
 
     @property
     def reference_right(self) -> bool:

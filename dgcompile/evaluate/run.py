@@ -38,10 +38,17 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, text (the only user message, where the bundle has a chat template) or token ids, and its answer."""
+    """A prompt.
+
+    Attributes:
+        prompt: text (the only user message, where the bundle has a chat template) or token ids.
+        answer: the right answer, where one is known.
+        line: where it stands in a file of prompts, from 1.
+    """
 
     prompt: str | Sequence[int]
     answer: str | None = None
+    line: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ def evaluate(
         prompts=tuple(
             PromptReport(
                 index=index,
+                line=example.line,
                 seed=seeds[index],
                 prompt=example.prompt if isinstance(example.prompt, str) else None,
                 kl=tally.first_kl[index],
@@ -151,7 +159,7 @@ def read_examples(path: Path, limit: int | None = None) -> list[Example]:
         answer = json.loads(line).get("answer")
         if answer is not None and not isinstance(answer, str):
             raise RequestError(f"{path}:{number} has {answer!r} under 'answer'", expected="text")
-        examples.append(Example(prompt, answer))
+        examples.append(Example(prompt, answer, number))
     count = len(examples) if limit is None else min(limit, len(examples))
     return [examples[index * len(examples) // count] for index in range(count)]
 
