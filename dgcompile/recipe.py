@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from dgcompile.config_file import data_file_names, find_data_file, read_yaml
 from dgcompile.errors import RecipeError
 from dgcompile.model_spec import ModelSpec
-from dgcompile.quantize.formats import DENSE_GROUPS, EXPERT_BLOCK, FORMATS, INT4_GROUPS, SCALE, WeightFormat
+from dgcompile.plugins.moe.formats import WeightFormat as ExpertFormat
+from dgcompile.quantize.formats import DENSE_GROUPS, EXPERT_BLOCK, EXPERT_GROUPS, FORMATS, SCALE, WeightFormat
 from dgcompile.target import Target
 
 ActivationFormat = Literal["none", "fp8_static", "fp8_dynamic"]
@@ -132,7 +133,9 @@ class WeightFormats(BaseModel):
         allowed = FORMATS_OF[weight_class]
         if given.format not in allowed:
             raise ValueError(f"{weight_class} are stored as {' or '.join(allowed)}")
-        groups = (INT4_GROUPS if weight_class == "experts" else DENSE_GROUPS) if FORMATS[given.format].grouped else (0,)
+        groups = (
+            (EXPERT_GROUPS if weight_class == "experts" else DENSE_GROUPS) if FORMATS[given.format].grouped else (0,)
+        )
         if given.group_size not in groups:
             expected = " or ".join(map(str, groups)) if groups != (0,) else "0: only int4 has groups"
             raise ValueError(f"the group_size of {weight_class} in {given.format} must be {expected}")
@@ -182,6 +185,16 @@ class Recipe(BaseModel):
     def needs_calibration(self) -> bool:
         """Whether products have a static scale of their activations."""
         return any(recipe.activations == "fp8_static" for _, recipe in self.weights.items())
+
+    @property
+    def expert_format(self) -> tuple[ExpertFormat, int]:
+        """``weight_format`` and ``group_size`` of the MixtureOfExperts operator."""
+        experts = self.weights.experts
+        if experts.format in ("fp32", "bf16"):
+            return "float", 0
+        if experts.format == "fp8":
+            return "fp8", 0
+        return ("w4a8" if experts.activations == "fp8_dynamic" else "int4"), experts.group_size
 
     def for_target(self, target: Target) -> Recipe:
         """The recipe with what the file leaves to the target filled in.
@@ -249,7 +262,7 @@ class Recipe(BaseModel):
             if not FORMATS[recipe.format].grouped:
                 continue
             experts, places = weight_class_ == "experts", shape[-1]
-            fitting = [size for size in (INT4_GROUPS if experts else DENSE_GROUPS) if places % size == 0]
+            fitting = [size for size in (EXPERT_GROUPS if experts else DENSE_GROUPS) if places % size == 0]
             if recipe.group_size not in fitting:
                 raise RecipeError(
                     f"recipe {self.name!r} stores {weight_class_} in groups of {recipe.group_size}, which does not "

@@ -45,29 +45,40 @@ def scale_dtype(recipe: Recipe) -> str:
     return _SCALE_DTYPES[recipe.computes_in]
 
 
-def stored_weights(spec: ModelSpec, recipe: Recipe) -> dict[str, StoredWeight]:
-    """Every weight of the model by canonical name, with the tensors of the store that hold it."""
-    return {name: weight for name, weight, _ in _planned(spec, recipe)}
+class Store(NamedTuple):
+    """What a store holds, before or after it is written.
+
+    Attributes:
+        head: its first bytes: the header, padded.
+        weights: every weight of the model by canonical name.
+        tensors: where each tensor lies, by name, in the order of their bytes. ``file`` is :data:`WEIGHTS_FILE`,
+            relative to the bundle.
+    """
+
+    head: bytes
+    weights: dict[str, StoredWeight]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def plan_store(spec: ModelSpec, recipe: Recipe) -> dict[str, StoredTensor]:
-    """Where each tensor lies in the store.
+def plan(spec: ModelSpec, recipe: Recipe) -> Store:
+    """The store of a model: the same for equal arguments, on every machine.
 
     Args:
         spec: the model.
         recipe: the formats, for a target (see :meth:`Recipe.for_target`).
-
-    Returns:
-        By name, in the order of their bytes: dtype, shape, absolute offset and length. ``file`` is
-        :data:`WEIGHTS_FILE`, relative to the bundle. The same for equal arguments, on every machine.
     """
-    return store_layout(spec, recipe)[1]
-
-
-def store_layout(spec: ModelSpec, recipe: Recipe) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The first bytes of the store (its header, padded) and :func:`plan_store`'s answer."""
-    tensors = {name: part for _, _, parts in _planned(spec, recipe) for name, part in parts.items()}
-    return lay_out(Path(WEIGHTS_FILE), tensors)
+    weights: dict[str, StoredWeight] = {}
+    parts: dict[str, Part] = {}
+    for name, weight, made in _planned(spec, recipe):
+        weights[name] = weight
+        parts |= made
+    head, tensors = lay_out(Path(WEIGHTS_FILE), parts)
+    return Store(head, weights, tensors)
 
 
 def _planned(spec: ModelSpec, recipe: Recipe) -> Iterator[tuple[str, StoredWeight, dict[str, Part]]]:

@@ -19,9 +19,6 @@ from dgcompile.target import Target
 ACTIVATIONS = {"bfloat16": "bf16"}
 """dtype of a recipe's activations -> Triton's name of it; kernels compute with nothing else."""
 
-EXPERT_FORMATS: dict[str, tuple[WeightFormat, int]] = {"bf16": ("float", 0)}
-"""Format of a recipe's experts -> weight_format and group_size of the MixtureOfExperts nodes."""
-
 
 def plan_kernels(spec: ModelSpec, recipe: Recipe, target: Target) -> list[Launch]:
     """Launches, one at least for each kernel that the two graphs of a model can ask for; quick, and needs no Triton.
@@ -35,15 +32,14 @@ def plan_kernels(spec: ModelSpec, recipe: Recipe, target: Target) -> list[Launch
             f"target {target.name!r} has compute capability {target.compute_capability}, which has no kernels",
             expected=" or ".join(f"{sm / 10}" for sm in known),
         )
-    activations = ACTIVATIONS.get(recipe.activation_dtype)
-    expert_format = EXPERT_FORMATS.get(recipe.weights.experts)
-    if activations is None or expert_format is None:
+    activations = ACTIVATIONS.get(recipe.computes_in)
+    if activations is None or recipe.weights.experts.format == "fp32":
         raise RecipeError(
-            f"recipe {recipe.name!r} computes in {recipe.activation_dtype} with experts in {recipe.weights.experts}, "
-            "which there are no kernels for",
-            expected=f"activations in {', '.join(ACTIVATIONS)} and experts in {', '.join(EXPERT_FORMATS)}",
+            f"recipe {recipe.name!r} computes in {recipe.activation_dtype} with experts in "
+            f"{recipe.weights.experts.text}, which there are no kernels for",
+            expected=f"activations in {', '.join(ACTIVATIONS)} and experts in another format than fp32",
         )
-    weight_format, group_size = expert_format
+    weight_format, group_size = recipe.expert_format
     return [
         *plan_attention(spec, activations, target.sm),
         *plan_experts(spec, activations, target.sm, weight_format, group_size),

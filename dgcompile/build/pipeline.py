@@ -101,8 +101,10 @@ def build(
         MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
     """
     check_buildable(target, recipe)
+    recipe = recipe.for_target(target)
     progress = progress or Progress()
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    recipe.check_model(opened.spec)
     if target.backend != "onnxruntime":
         plan_kernels(opened.spec, recipe, target)
     context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)

@@ -41,9 +41,9 @@ def command(as_json: bool) -> None:
             (
                 recipe.name,
                 recipe.title,
-                recipe.weights.experts,
-                ", ".join(sorted({weight_format for name, weight_format in recipe.weights if name != "experts"})),
-                recipe.activation_dtype,
+                recipe.weights.experts.text,
+                ", ".join(sorted({other.text for name, other in recipe.weights.items() if name != "experts"})),
+                recipe.activation_dtype or "the target's",
                 ", ".join(names) or "none",
             )
             for recipe, names in recipes.items()

@@ -1,8 +1,8 @@
 """Streaming conversion of a checkpoint's weights into a bundle's weights store.
 
 Weights are read, converted and written a slice at a time in the order of the store, so memory is bounded by a slice and
-a weight's scales, not by the model. A journal beside the partial file says which tensors are safely on disk: after a kill at any
-moment the same call goes on there, and the finished file has the same bytes as an undisturbed conversion's.
+a weight's scales, not by the model. A journal beside the partial file says which tensors are safely on disk: after a
+kill at any moment the same call goes on there, and the finished file has the same bytes as an undisturbed conversion's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from dgcompile.weights_store import (
     JOURNAL_FILE,
     WEIGHTS_FILE,
     StoredWeight,
+    plan,
     scale_dtype,
-    store_layout,
-    stored_weights,
 )
 
 _PIECE_ELEMENTS = 4 << 20
@@ -59,7 +58,7 @@ def convert_weights(
     input_amax: Mapping[str, float] | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> ConvertedWeights:
-    """Writes ``folder/weights.safetensors`` as ``plan_store`` lays it out.
+    """Writes ``folder/weights.safetensors`` as :func:`dgcompile.weights_store.plan` lays it out.
 
     The bytes depend on the tensors and the recipe alone, not on the checkpoint's shards or on interruptions. As every
     source byte is read anyway, ``checkpoint.fingerprint()`` needs no further reading afterwards.
@@ -77,19 +76,18 @@ def convert_weights(
             tensor and file.
         StageError: the disk is too small, or the file system failed.
     """
-    head, layout = store_layout(checkpoint.spec, recipe)
-    weights = stored_weights(checkpoint.spec, recipe)
+    store = plan(checkpoint.spec, recipe)
+    nbytes = store.nbytes
     identities = file_identities(checkpoint.tensors.values())
-    nbytes = len(head) + sum(tensor.nbytes for tensor in layout.values())
     amax = input_amax or {}
-    writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, head, identities, amax))
+    writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, store.head, identities, amax))
     try:
         with (progress or Progress()).task("weights", nbytes, "bytes") as advance:
-            done = writer.open(head, layout, nbytes, advance)
+            done = writer.open(store.head, store.tensors, nbytes, advance)
             source_hashes = {name: digest for name, digest in done.items() if digest}
-            made = _Conversion(checkpoint, recipe, weights, amax, set(layout) - set(done))
+            made = _Conversion(checkpoint, recipe, store.weights, amax, set(store.tensors) - set(done))
             waiting: dict[str, str] = {}
-            for name, place in layout.items():
+            for name, place in store.tensors.items():
                 if name in done:
                     continue
                 written = 0

@@ -23,7 +23,10 @@ SCALE = "_scale"
 """Suffix of the name that a weight's scales have in the store."""
 
 DENSE_GROUPS = (32, 64, 128)
-"""Group sizes of dense INT4 weights; experts have :data:`~dgcompile.plugins.moe.formats.INT4_GROUPS`."""
+"""Group sizes of dense weights in INT4."""
+
+EXPERT_GROUPS = INT4_GROUPS
+"""Group sizes of experts in INT4: those of their kernels."""
 
 EXPERT_BLOCK = INT4_BLOCK
 """What K of experts in INT4 must be a multiple of: the kernels' layout has blocks of so many places."""
@@ -58,7 +61,7 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def bits(self, shape: tuple[int, ...], group_size: int, scale_bits: int) -> float:
-        """Bits that a weight of ``shape`` takes on average, scales included; ``scale_bits`` is the size of dense ones."""
+        """Bits that a weight takes on average in ``shape``, scales included; ``scale_bits``: of a dense scale."""
 
     @abstractmethod
     def encode(self, weight: Tensor, group_size: int, scale_dtype: str) -> dict[str, Tensor]:

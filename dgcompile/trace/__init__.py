@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
-from dgcompile.recipe import ActivationDType
-
-if TYPE_CHECKING:
-    from dgcompile.safetensors_file import StoredTensor
+from dgcompile.recipe import Recipe
+from dgcompile.weights_store import plan
 
 
 def trace_graphs(
     config: Mapping[str, Any],
     spec: ModelSpec,
-    store: Mapping[str, StoredTensor],
-    dtype: ActivationDType,
+    recipe: Recipe,
     folder: Path,
     progress: Progress | None = None,
 ) -> None:
@@ -28,8 +25,7 @@ def trace_graphs(
     Args:
         config: the parsed ``config.json``.
         spec: the same as a ModelSpec.
-        store: where each tensor lies in ``weights.safetensors`` (see :func:`dgcompile.weights_store.plan_store`).
-        dtype: of activations, KV cache and self-conditioning.
+        recipe: the formats of the weights and the dtype of the activations, for a target.
         folder: the bundle.
         progress: told of each half-step.
 
@@ -42,10 +38,12 @@ def trace_graphs(
     from dgcompile.trace.model import weightless_model
     from dgcompile.trace.modules import DenoiserGraph, EncoderGraph, check_transformers, swap_modules
 
+    dtype, (weight_format, group_size) = recipe.computes_in, recipe.expert_format
+    store = plan(spec, recipe)
     with (progress or Progress()).task("trace", total=5) as advance:
         check_transformers()
         model, fake = weightless_model(config, dtype)
-        swap_modules(model)
+        swap_modules(model, weight_format, group_size)
         advance()
         modules: dict[GraphName, EncoderGraph | DenoiserGraph] = {
             "encoder": EncoderGraph(model),
@@ -54,5 +52,5 @@ def trace_graphs(
         for graph, module in modules.items():
             program = export_program(graph, module, spec, dtype, fake)
             advance()
-            write_onnx(to_onnx(graph, program, spec, dtype, store), folder / GRAPH_FILES[graph])
+            write_onnx(to_onnx(graph, program, spec, dtype, store, weight_format), folder / GRAPH_FILES[graph])
             advance()

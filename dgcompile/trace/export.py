@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,22 @@ from onnxscript import optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 
-from dgcompile.checkpoint import canonical_name
 from dgcompile.contract import ONNX_DOMAIN, GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.errors import TraceError
 from dgcompile.files import write_atomically
 from dgcompile.model_spec import ModelSpec
+from dgcompile.plugins.moe.formats import WeightFormat
 from dgcompile.recipe import ActivationDType
-from dgcompile.safetensors_file import StoredTensor
 from dgcompile.trace.functions import OPSET, function_protos
 from dgcompile.trace.modules import DenoiserGraph, EncoderGraph
 from dgcompile.trace.nodes import ONNX_DOMAIN_VERSION, TRANSLATIONS
+from dgcompile.trace.weights import INLINE_LIMIT, quantize_activations, take_out_weights
+from dgcompile.weights_store import Store
 
 IR_VERSION = 10
 """ONNX IR version of the files: the first with opset 21 and 4-bit integers, read by onnxruntime 1.18 and later."""
 
-INLINE_LIMIT = 64 * 1024
-"""Largest constant in bytes that may lie in the graph itself; anything larger belongs into the weights store."""
-
 _TORCH_DTYPES = {"int32": torch.int32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_STORED_DTYPES = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 
 
 def export_program(
@@ -83,9 +80,18 @@ def to_onnx(
     program: ExportedProgram,
     spec: ModelSpec,
     dtype: ActivationDType,
-    store: Mapping[str, StoredTensor],
+    store: Store,
+    weight_format: WeightFormat,
 ) -> ir.Model:
     """Converts a traced program: custom nodes, contract names, weights as references, constants folded.
+
+    Args:
+        graph: which graph it is.
+        program: from :func:`export_program`.
+        spec: the model's shape.
+        dtype: of activations, KV cache and self-conditioning.
+        store: where the weights lie, and in which formats.
+        weight_format: of the experts, as their operator knows it.
 
     Raises:
         TraceError: a weight that the store lacks or holds in another shape, or a large constant outside the store.
@@ -103,9 +109,12 @@ def to_onnx(
     model = exported.model
     model.ir_version = IR_VERSION
     _name_values(model, graph_inputs(graph, spec, dtype), graph_outputs(graph, spec, dtype))
-    _fold_constants(model, _take_out_weights(model, store))
+    _fold_constants(model, take_out_weights(model, store))
+    for scale in quantize_activations(model, store):
+        model.graph.register_initializer(scale)
     _check_constants(graph, model)
-    for proto in function_protos():
+    _name_waypoints(graph, model, spec)
+    for proto in function_protos(weight_format):
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     model.opset_imports[ONNX_DOMAIN] = ONNX_DOMAIN_VERSION
@@ -143,55 +152,22 @@ def _name_values(model: ir.Model, inputs: list[TensorSpec], outputs: list[Tensor
                 )
 
 
-def _take_out_weights(model: ir.Model, store: Mapping[str, StoredTensor]) -> list[ir.Value]:
-    """Replaces stored initializers by references into the store, one value per tensor; returns those values."""
-    weights: dict[str, ir.Value] = {}
-    for name, value in list(model.graph.initializers.items()):
-        canonical = canonical_name(_stored_key(name))
-        stored = store.get(canonical)
-        if stored is None:
-            if value.uses():
-                tensor = value.const_value
-                if tensor is None or tensor.nbytes > INLINE_LIMIT:
-                    raise TraceError(f"the traced graph uses {name}, which the weights store does not hold")
-            else:
-                del model.graph.initializers[name]
-            continue
-        del model.graph.initializers[name]
-        if not value.uses():
-            continue
-        shape = tuple(value.shape or ())
-        if shape != stored.shape:
-            raise TraceError(f"{canonical} has shape {list(shape)} in the graph", expected=f"{list(stored.shape)}")
-        if canonical not in weights:
-            weights[canonical] = _reference(canonical, stored)
-        replacement = weights[canonical]
-        if value.dtype != replacement.dtype:
-            # Stored in another dtype than it is computed with.
-            cast = ir.node("Cast", [replacement], attributes={"to": value.dtype}, name=f"cast {canonical}")
-            cast.outputs[0].name, cast.outputs[0].shape = f"{canonical} as {value.dtype}", value.shape
-            cast.outputs[0].type = value.type
-            model.graph.insert_before(model.graph[0], cast)
-            replacement = cast.outputs[0]
-        value.replace_all_uses_with(replacement)
-    return list(weights.values())
-
-
-def _reference(name: str, stored: StoredTensor) -> ir.Value:
-    """An initializer whose bytes lie in the store."""
-    dtype, shape = _STORED_DTYPES[stored.dtype], ir.Shape(stored.shape)
-    place = ir.ExternalTensor(
-        location=stored.file.name, offset=stored.offset, length=stored.nbytes, dtype=dtype, shape=shape, name=name
-    )
-    return ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=place)
-
-
-def _stored_key(name: str) -> str:
-    """The checkpoint's key of a traced parameter: the names of the modules that wrap it taken off."""
-    name = name.replace("self_conditioning.original.", "self_conditioning.")
-    if name.startswith("text_model."):  # EncoderGraph
-        return "model.encoder.language_model." + name.removeprefix("text_model.")
-    return name.removeprefix("model.")  # DenoiserGraph
+def _name_waypoints(graph: GraphName, model: ir.Model, spec: ModelSpec) -> None:
+    """Names the values that a comparison looks at: ``hidden_states.{i}``, the output of layer i [B, tokens, H], and in
+    the denoiser ``logits`` [B, L, V], softcapped and not yet divided by the temperature."""
+    prefix = {"encoder": "model.encoder.language_model", "denoiser": "model.decoder"}[graph]
+    for index in range(spec.num_hidden_layers):
+        factor = model.graph.initializers.get(f"{prefix}.layers.{index}.layer_scalar")
+        if factor is None:
+            continue  # the encoder's last layer ends in its keys and values
+        (user,) = factor.consumers()
+        (multiplied,) = user.outputs[0].consumers() if user.op_type == "Cast" else (user,)
+        multiplied.outputs[0].name = f"hidden_states.{index}"
+    if graph == "denoiser":
+        softcap = [node for node in model.graph if node.op_type == "Tanh"]
+        if not softcap or len(scaled := list(softcap[-1].outputs[0].consumers())) != 1:
+            raise TraceError("the denoiser's logits are not softcapped by one tanh and one factor")
+        scaled[0].outputs[0].name = "logits"
 
 
 def _fold_constants(model: ir.Model, weights: list[ir.Value]) -> None:

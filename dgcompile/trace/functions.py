@@ -152,9 +152,9 @@ def UnpackInt4(packed, scales):
     blocks = op.Shape(packed, start=0, end=1)
     rows = op.Shape(packed, start=1, end=2)
     by_row = op.Transpose(packed, perm=[1, 0, 2])
-    low = op.BitwiseAnd(by_row, op.Cast(op.Constant(value_int=15), to=2))
     high = op.BitShift(by_row, op.Cast(op.Constant(value_int=4), to=2), direction="RIGHT")
-    nibbles = op.Concat(op.Unsqueeze(low, two), op.Unsqueeze(high, two), axis=2)  # [N, blocks, 2, 32]
+    # Nibbles in the lower half of each byte, [N, blocks, 2, 32]; the upper half is masked off below.
+    nibbles = op.Concat(op.Unsqueeze(by_row, two), op.Unsqueeze(high, two), axis=2)
     magnitude = op.Cast(op.BitwiseAnd(nibbles, op.Cast(op.Constant(value_int=7), to=2)), to=1)
     sign = op.Cast(op.BitwiseAnd(nibbles, op.Cast(op.Constant(value_int=8), to=2)), to=1)  # 0 or 8
     codes = magnitude * (op.Constant(value_float=1.0) - sign * op.Constant(value_float=0.25))
