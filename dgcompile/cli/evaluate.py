@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dgcompile.cli.command import FOLDER, Command, json_option
-from dgcompile.cli.text import format_bytes, print_json
+from dgcompile.cli.text import print_json
 from dgcompile.errors import RequestError
 
 if TYPE_CHECKING:
@@ -105,41 +105,9 @@ def _prompts_file(given: Path | None, against: str) -> Path:
 
 def _print(report: EvaluationReport) -> None:
     from dgcompile.cli.render import console, print_facts, print_table
-    from dgcompile.evaluate.summary import facts, reference_name
+    from dgcompile.evaluate.summary import facts, tables
 
     print_facts(facts(report))
-    out = console()
-    out.print("\nBytes of the weights, scales included")
-    print_table(
-        ("class", "weights", "stored", "bfloat16", "of it", "bits a weight"),
-        [
-            (
-                row.weight_class,
-                f"{row.weights}",
-                format_bytes(row.stored_bytes),
-                format_bytes(row.bf16_bytes),
-                f"{row.stored_bytes / row.bf16_bytes:.0%}",
-                f"{row.bits_per_weight:.2f}",
-            )
-            for row in report.weights
-        ],
-        right=frozenset({"weights", "stored", "bfloat16", "of it", "bits a weight"}),
-    )
-    out.print("\nLogits by denoising step, both given the reference's canvas")
-    print_table(
-        ("step", "canvases", "KL (nats)", "relative error"),
-        [(f"{step.step}", f"{step.canvases}", f"{step.kl:.2e}", f"{step.relative_error:.2e}") for step in report.steps],
-        right=frozenset({"step", "canvases", "KL (nats)", "relative error"}),
-    )
-    out.print("\nOutputs of the layers in the first step")
-    print_table(
-        ("layer", "relative error"),
-        [(f"{layer.layer}", f"{layer.relative_error:.2e}") for layer in report.layers],
-        right=frozenset({"layer", "relative error"}),
-    )
-    out.print("\nDenoising steps that canvases took, each side by itself")
-    print_table(
-        ("steps", reference_name(report), "bundle"),
-        [(f"{row.steps}", f"{row.reference}", f"{row.candidate}") for row in report.step_counts],
-        right=frozenset({"steps", reference_name(report), "bundle"}),
-    )
+    for table in tables(report):
+        console().print(f"\n{table.title}")
+        print_table(table.columns, table.rows, right=frozenset(table.columns) - {"class"})

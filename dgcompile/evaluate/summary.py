@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dgcompile.evaluate.report import EvaluationReport
 
 
@@ -39,3 +41,52 @@ def facts(report: EvaluationReport) -> dict[str, str]:
         f"{report.steps_ratio:.3f} times as many",
         "bits per weight": f"{report.bits_per_weight:.2f}: {report.stored_bytes / report.bf16_bytes:.0%} of bfloat16",
     }
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, the names of the columns and the rows of cells."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(report: EvaluationReport) -> tuple[Table, ...]:
+    """The results in full, but for the single prompts. Every column but the first holds numbers."""
+    weights = tuple(
+        (
+            row.weight_class,
+            f"{row.weights}",
+            f"{row.stored_bytes}",
+            f"{row.bf16_bytes}",
+            f"{row.stored_bytes / row.bf16_bytes:.1%}",
+            f"{row.bits_per_weight:.2f}",
+        )
+        for row in report.weights
+    )
+    return (
+        Table(
+            "Bytes of the weights, scales included, and bits per weight",
+            ("class", "weights", "stored", "bfloat16", "of it", "bits"),
+            weights,
+        ),
+        Table(
+            "Logits by denoising step, both given the reference's canvas",
+            ("step", "canvases", "KL (nats)", "relative error"),
+            tuple(
+                (f"{step.step}", f"{step.canvases}", f"{step.kl:.2e}", f"{step.relative_error:.2e}")
+                for step in report.steps
+            ),
+        ),
+        Table(
+            "Outputs of the layers in the first step",
+            ("layer", "relative error"),
+            tuple((f"{layer.layer}", f"{layer.relative_error:.2e}") for layer in report.layers),
+        ),
+        Table(
+            "Denoising steps that canvases took, each side by itself",
+            ("steps", reference_name(report), "bundle"),
+            tuple((f"{row.steps}", f"{row.reference}", f"{row.candidate}") for row in report.step_counts),
+        ),
+    )
