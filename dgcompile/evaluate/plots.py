@@ -111,7 +111,7 @@ def _bytes(report: EvaluationReport) -> Figure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color=_TEXT, alpha=0.15)
-    axes.legend()
+    axes.legend(loc="lower right")
     return figure
 
 
