@@ -65,6 +65,10 @@ class TraceError(StageError):
     """The PyTorch graph could not be turned into ONNX."""
 
 
+class CalibrationError(StageError):
+    """The ranges of activations could not be taken."""
+
+
 class EngineError(StageError):
     """A backend could not build, load or run an engine."""
 
