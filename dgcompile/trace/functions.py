@@ -13,7 +13,7 @@ import onnx
 from onnxscript import graph, script
 from onnxscript import opset21 as op
 
-from dgcompile.plugins.moe.formats import WeightFormat
+from dgcompile.plugins.moe.formats import FP8_MAX, INT4_BLOCK, WeightFormat
 from dgcompile.trace.nodes import DOMAIN
 
 OPSET = 21
@@ -133,9 +133,10 @@ def RoundRows(rows):
     A row of zeros has scale 1. A subnormal scale may be rounded down by so much that the quotient passes 448.
     """
     wide = op.Cast(rows, to=1)
+    limit = op.Constant(value_float=FP8_MAX)
     largest = op.ReduceMax(op.Abs(wide), op.Constant(value_ints=[-1]), keepdims=1)
-    limit = op.Constant(value_float=448.0)
-    scale = op.Where(largest > op.Constant(value_float=0.0), largest / limit, op.Constant(value_float=1.0))
+    wanted = largest / limit
+    scale = op.Where(wanted > op.Constant(value_float=0.0), wanted, op.Constant(value_float=1.0))
     codes = op.Cast(op.Clip(wide / scale, op.Neg(limit), limit), to=17)
     return op.Cast(codes, to=1) * scale
 
@@ -173,7 +174,7 @@ def MultiplyInt4(rows, packed, scales):
     """Rows [C, K] times one expert's weights of :func:`UnpackInt4`: float32 [C, N]."""
     zero = op.Constant(value_ints=[0])
     wide = op.Cast(rows, to=1)
-    places = op.Shape(packed, start=0, end=1) * op.Constant(value_ints=[64])
+    places = op.Shape(packed, start=0, end=1) * op.Constant(value_ints=[INT4_BLOCK])
     missing = places - op.Shape(rows, start=1, end=2)
     filled = op.Pad(wide, op.Concat(zero, zero, zero, missing, axis=0))  # weights are zero in the rest of their block
     return op.Gemm(filled, UnpackInt4(packed, scales), transB=1)

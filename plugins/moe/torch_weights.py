@@ -44,8 +44,8 @@ def dequantize(packed: Tensor, scale: Tensor, weight_format: WeightFormat, group
 def round_rows(rows: Tensor) -> Tensor:
     """What is left of activations [.., K] in E4M3 with one scale per row, float32: how "w4a8" sees them."""
     wide = rows.float()
-    largest = wide.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    scale = wide.abs().amax(dim=-1, keepdim=True) / FP8_MAX
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     # A subnormal scale may be rounded down by so much that the quotient passes 448, where torch writes NaN.
     codes = (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes.float() * scale
