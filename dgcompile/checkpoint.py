@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from dgcompile.errors import CheckpointError, MissingDependencyError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
+from dgcompile.published import CODES_DTYPE, QuantizedWeight, quantization_of, take_quantized
 from dgcompile.safetensors_file import StoredTensor, read_header
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 READABLE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-"""Dtypes that text weights may be stored in, with torch's name."""
+"""Dtypes that text weights may be stored in unless they are quantized, with torch's name."""
+
+_TORCH_DTYPES = {**READABLE_DTYPES, CODES_DTYPE: "float8_e4m3fn"}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.jinja", "*.safetensors")
@@ -71,7 +74,10 @@ class Checkpoint:
         config: the parsed ``config.json``.
         spec: the model's shape.
         generation: its ``generation_config.json``; transformers' defaults where it has none.
-        tensors: where the text model's tensors lie, by canonical name, in the order of ``spec.expected_tensors()``.
+        tensors: where the text model's plain tensors lie, by canonical name, in the order of
+            ``spec.expected_tensors()``.
+        quantized: the text model's other weights, likewise: none but for published quantized checkpoints.
+        quantization: the scheme that those are quantized by, in a few words.
     """
 
     path: Path
@@ -79,10 +85,13 @@ class Checkpoint:
     spec: ModelSpec
     generation: GenerationConfig
     tensors: Mapping[str, StoredTensor]
+    quantized: Mapping[str, QuantizedWeight] = field(default_factory=dict)
+    quantization: str | None = None
 
     @classmethod
     def open(cls, source: str | Path) -> Checkpoint:
-        """Opens and checks a checkpoint. Reads headers only, except where a tied tensor is stored more than once.
+        """Opens and checks a checkpoint. Reads headers and the scales of quantized weights only, except where a tied
+        tensor is stored more than once.
 
         Args:
             source: a folder, or a hub id such as "google/diffusiongemma-26B-A4B-it" where no such folder exists.
@@ -94,24 +103,54 @@ class Checkpoint:
         folder = _folder(source)
         config = read_json(folder / CONFIG_FILE)
         spec = ModelSpec.from_config(config, source=str(folder / CONFIG_FILE))
-        _refuse_quantized(folder, config)
+        quantization = quantization_of(folder, config)
         generation = _generation(folder, config, spec)
         listing, stored = _stored_tensors(folder)
-        return cls(folder, config, spec, generation, _text_tensors(stored, spec, listing))
+        text = {name: tensor for name, tensor in stored.items() if not is_vision_tensor(name)}
+        expected = spec.expected_tensors()
+        quantized: dict[str, QuantizedWeight] = {}
+        if quantization is not None:
+            text, quantized = take_quantized(text, expected, canonical_name, listing, _same_bytes)
+        plain = {name: shape for name, shape in expected.items() if name not in quantized}
+        tensors = _plain_tensors(text, plain, listing)
+        return cls(folder, config, spec, generation, tensors, quantized, quantization)
+
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Every stored tensor of the text model by a name of its own: the canonical one of a plain tensor, for
+        quantized weights those of their parts' codes and scales."""
+        parts = [part.stored for weight in self.quantized.values() for part in weight.parts]
+        return {**self.tensors, **{name: tensor for part in parts for name, tensor in part.items()}}
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor in its stored dtype, mapped from the file: pages are read as they are used.
+        """One weight: in its stored dtype, mapped from the file, so that pages are read as they are used; or the
+        float32 values of a quantized one, computed.
 
         Args:
-            name: a canonical name, a key of ``tensors``.
+            name: a canonical name, a key of ``tensors`` or ``quantized``.
 
         Raises:
             CheckpointError: the file shrank or vanished since it was opened.
         """
+        import torch
+
+        if name not in self.quantized:
+            return self._mapped(name, self.tensors[name])
+        weight = self.quantized[name]
+        values = torch.empty(weight.shape)
+        rows = values.view(-1, weight.shape[-1])
+        first = 0
+        for part in weight.parts:
+            codes = self._mapped(part.name, part.codes)
+            scales = torch.from_numpy(part.scales())
+            torch.mul(codes.float(), scales[:, None], out=rows[first : first + len(codes)])
+            first += len(codes)
+        return values
+
+    def _mapped(self, name: str, tensor: StoredTensor) -> torch.Tensor:
         import numpy
         import torch
 
-        tensor = self.tensors[name]
         try:
             # Copy-on-write: torch wants writable memory, and nothing may reach the checkpoint.
             mapped = numpy.memmap(tensor.file, numpy.uint8, "c", tensor.offset, (tensor.nbytes,))
@@ -120,7 +159,7 @@ class Checkpoint:
         if mapped.ctypes.data % 4:
             # A header of odd length puts tensors at addresses that torch's kernels do not expect.
             mapped = mapped.copy()
-        return torch.from_numpy(mapped).view(getattr(torch, READABLE_DTYPES[tensor.dtype])).view(tensor.shape)
+        return torch.from_numpy(mapped).view(getattr(torch, _TORCH_DTYPES[tensor.dtype])).view(tensor.shape)
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -156,7 +195,7 @@ class Checkpoint:
         return template
 
     def fingerprint(self, progress: Progress | None = None) -> str:
-        """SHA-256 (hexadecimal) over the config and every text tensor: name, dtype, shape and bytes.
+        """SHA-256 (hexadecimal) over the config and every text tensor, scales included: name, dtype, shape and bytes.
 
         It depends neither on the shard split nor on times and paths. Reads all weights the first time, unless
         ``convert_weights`` did so already; after that it is remembered (see ``content_hashes``).
@@ -164,12 +203,11 @@ class Checkpoint:
         Raises:
             CheckpointError: a file vanished or changed meanwhile.
         """
-        hashes = tensor_hashes(self.tensors, progress or Progress())
+        stored = self.stored
+        hashes = tensor_hashes(stored, progress or Progress())
         content = {
             "config": self.config,
-            "tensors": {
-                name: [tensor.dtype, tensor.shape, hashes[name]] for name, tensor in sorted(self.tensors.items())
-            },
+            "tensors": {name: [tensor.dtype, tensor.shape, hashes[name]] for name, tensor in sorted(stored.items())},
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -206,26 +244,6 @@ def _folder(source: str | Path) -> Path:
             f"{source} is no folder and could not be fetched from the hub: {summary}",
             fix="check the name, the network and the login, or give a folder",
         ) from problem
-
-
-def _refuse_quantized(folder: Path, config: Mapping[str, Any]) -> None:
-    text = config.get("text_config") or {}
-    for where, found in (
-        (CONFIG_FILE, config.get("quantization_config")),
-        (CONFIG_FILE, text.get("quantization_config")),
-        ("hf_quant_config.json", None),
-    ):
-        file = folder / where
-        if where != CONFIG_FILE and file.is_file():
-            found = read_json(file).get("quantization") or {}
-        if found is None:
-            continue
-        values = found if isinstance(found, Mapping) else {}
-        scheme = values.get("quant_method") or values.get("quant_algo") or "unnamed scheme"
-        raise CheckpointError(
-            f"{file}: the checkpoint is quantized ({scheme!r}); quantized checkpoints are not read yet",
-            expected="the original checkpoint in bfloat16, float16 or float32",
-        )
 
 
 def _generation(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> GenerationConfig:
@@ -288,10 +306,10 @@ def _sharded_tensors(folder: Path, index: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _text_tensors(stored: Mapping[str, StoredTensor], spec: ModelSpec, listing: Path) -> dict[str, StoredTensor]:
-    """The stored tensors by canonical name, checked against what the model needs."""
-    expected = spec.expected_tensors()
-    text = {name: tensor for name, tensor in stored.items() if not is_vision_tensor(name)}
+def _plain_tensors(
+    text: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], listing: Path
+) -> dict[str, StoredTensor]:
+    """The tensors that are not quantized, by canonical name, checked against what the model needs."""
     unexpected = [name for name in text if canonical_name(name) not in expected]
     if unexpected:
         raise CheckpointError(
