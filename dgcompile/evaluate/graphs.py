@@ -28,7 +28,8 @@ from dgcompile.verify.widen import widen
 
 Array = npt.NDArray[Any]
 
-_NEEDED_STAGES: tuple[StageName, ...] = ("assets", "trace", "weights")
+_FOR_GPUS: frozenset[StageName] = frozenset({"kernels", "engine"})
+"""Stages of GPU targets that graphs do without."""
 
 
 def open_graphs(path: str | Path, progress: Progress | None = None) -> Bundle:
@@ -39,9 +40,8 @@ def open_graphs(path: str | Path, progress: Progress | None = None) -> Bundle:
     """
     folder = Path(path)
     manifest = Manifest.read(folder)
-    unfinished = [
-        stage for stage in manifest.unfinished if stage in _NEEDED_STAGES or manifest.target.backend == "onnxruntime"
-    ]
+    on_gpu = manifest.target.backend != "onnxruntime"
+    unfinished = [stage for stage in manifest.unfinished if not on_gpu or stage not in _FOR_GPUS]
     lacking = [name for name in GRAPH_FILES.values() if name not in manifest.files]
     if unfinished or lacking:
         what = f"stage {unfinished[0]} is to be done" if unfinished else f"{lacking[0]} is not recorded"
