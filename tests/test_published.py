@@ -14,8 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dgcompile.checkpoint import Checkpoint
-from dgcompile.errors import CheckpointError
+from dgcompile.checkpoint import Checkpoint, is_vision_tensor
+from dgcompile.errors import CheckpointError, InputError, RecipeError
+from dgcompile.plugins.moe.formats import fp8_decode
+from dgcompile.quantize import calibration
+from dgcompile.quantize.calibration import calibrate
+from dgcompile.quantize.convert import convert_weights
+from dgcompile.recipe import Recipe
+from tests.models import random_checkpoint
 from tests.published_checkpoints import (
     COMPRESSED_TENSORS,
     LAYOUTS,
@@ -131,6 +137,27 @@ def test_what_modelopt_itself_exports(tmp_path: Path) -> None:
             assert checkpoint.quantized[name].input_amax == pytest.approx(amax, rel=1e-6)
 
 
+def test_the_reference_gets_the_dequantized_weights(tmp_path: Path) -> None:
+    # transformers by itself would fill the experts with random numbers, and say so in a log only.
+    from dgcompile.verify.reference import Reference
+
+    plain = random_checkpoint(tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    vision = {name: values for name, values in tensors.items() if is_vision_tensor(name)}
+    text = {name: values for name, values in tensors.items() if name not in vision}
+    stored = {**compressed_tensors(text), **vision}
+    config = json.loads((plain / "config.json").read_text())
+    write_published(tmp_path / "published", stored, COMPRESSED_TENSORS, config=config)
+
+    state = Reference(tmp_path / "published").model.state_dict()
+    expected = dequantized(stored, Checkpoint.open(plain).spec.expected_tensors())
+    for name, values in expected.items():
+        np.testing.assert_allclose(state[name].double().numpy(), values, rtol=1e-6, err_msg=name)
+        shared = name.replace("model.decoder.layers", "model.encoder.language_model.layers")
+        if not name.endswith("layer_scalar") and shared != name:
+            assert state[shared].data_ptr() == state[name].data_ptr()
+
+
 @pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
 def test_either_file_tells_of_modelopt(tmp_path: Path, where: str) -> None:
     write_published(tmp_path, modelopt_tensors(tiny_tensors()), MODELOPT, where=where)
@@ -203,6 +230,94 @@ def test_opening_imports_no_torch(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+# into a bundle's store ------------------------------------------------------------------------------------------------
+
+
+def recipe(weights: str, dtype: str = "float32", **classes: Any) -> Recipe:
+    """Every linear layer and the experts as ``weights``, all else in bfloat16."""
+    linear = ("experts", "attention", "dense_mlp", "self_conditioning")
+    formats = {**dict.fromkeys(linear, weights), **dict.fromkeys(("embedding", "router", "norms"), "bf16"), **classes}
+    return Recipe.model_validate({"name": "test", "title": "test", "activation_dtype": dtype, "weights": formats})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp8_weights_are_taken_as_they_are(tmp_path: Path, layout: str) -> None:
+    stored = write_layout(tmp_path / "checkpoint", layout)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    convert_weights(checkpoint, recipe("fp8"), tmp_path)
+    store = load_file(tmp_path / "weights.safetensors")
+    expected = dequantized(stored, checkpoint.spec.expected_tensors())
+    for name, weight in checkpoint.quantized.items():
+        if name.endswith("router.proj.weight"):
+            continue
+        codes = torch.cat([stored[f"{part.name}.weight"].view(torch.uint8) for part in weight.parts])
+        assert torch.equal(store[name].view(torch.uint8).view(codes.shape), codes), name
+        assert store[name].dtype == torch.float8_e4m3fn
+        scale = store[f"{name}_scale"]
+        assert scale.dtype == torch.float32 and tuple(scale.shape) == weight.shape[:-1]
+        values = fp8_decode(store[name].view(torch.uint8).numpy()) * scale.double().numpy()[..., None]
+        np.testing.assert_allclose(values, expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_floating_point_recipes_get_codes_times_scale(tmp_path: Path, layout: str) -> None:
+    stored = write_layout(tmp_path / "checkpoint", layout)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    mixed = recipe("fp32", experts="bf16")
+    convert_weights(checkpoint, mixed, tmp_path)
+    store = load_file(tmp_path / "weights.safetensors")
+    for name, values in dequantized(stored, checkpoint.spec.expected_tensors()).items():
+        exact = store[name].dtype == torch.float32
+        np.testing.assert_allclose(store[name].double().numpy(), values, rtol=1e-6 if exact else 2**-8, err_msg=name)
+
+
+def test_scales_are_rounded_where_activations_are_bfloat16(tmp_path: Path) -> None:
+    stored = write_layout(tmp_path / "checkpoint", "modelopt")
+    convert_weights(Checkpoint.open(tmp_path / "checkpoint"), recipe("fp8", "bfloat16"), tmp_path)
+    store = load_file(tmp_path / "weights.safetensors")
+    assert torch.equal(store[f"{QUERY}.weight_scale"], stored[f"{QUERY}.weight_scale"].bfloat16().expand(16))
+    experts = store["model.decoder.layers.1.experts.down_proj_scale"]
+    assert experts.dtype == torch.float32
+    assert experts[2, 0] == stored["model.decoder.layers.1.experts.2.down_proj.weight_scale"]
+
+
+def test_a_second_rounding_is_refused_before_any_work(tmp_path: Path) -> None:
+    write_layout(tmp_path / "checkpoint", "compressed-tensors")
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    int4 = {"format": "int4", "group_size": 32}
+    with pytest.raises(RecipeError, match=r"stores experts as int4, and .+ has them in FP8 already .+ rounded twice"):
+        convert_weights(checkpoint, recipe("fp8", experts=int4), tmp_path)
+    assert not (tmp_path / "weights.safetensors.partial").exists()
+
+
+def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
+    stored = modelopt_tensors(tiny_tensors())
+    stored[f"{EXPERT}.weight"].view(torch.uint8)[3, 2] = 0x7F
+    write_published(tmp_path / "checkpoint", stored, MODELOPT)
+    with pytest.raises(CheckpointError, match=f"{EXPERT}.weight in .+ holds NaN"):
+        convert_weights(Checkpoint.open(tmp_path / "checkpoint"), recipe("fp8"), tmp_path)
+
+
+def test_ranges_that_the_checkpoint_has_are_not_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = write_layout(tmp_path, "modelopt")
+    checkpoint = Checkpoint.open(tmp_path)
+    monkeypatch.setattr(calibration, "_worker_command", lambda: [sys.executable, "-c", "raise SystemExit(7)"])
+    names = [f"{QUERY}.weight", "model.decoder.self_conditioning.up_proj.weight"]
+    result = calibrate(checkpoint, names, None)
+    assert result.report.prompts == 0
+    for name in names:
+        scale = stored[name.removesuffix("weight") + "input_scale"]
+        assert result.input_amax[name] == float(scale) * 448
+        # What the store makes of it is the number that was published.
+        assert torch.tensor(result.input_amax[name] / 448, dtype=torch.float32) == scale
+
+
+def test_ranges_that_it_lacks_need_prompts(tmp_path: Path) -> None:
+    write_layout(tmp_path, "compressed-tensors")
+    with pytest.raises(InputError, match="no prompts"):
+        calibrate(Checkpoint.open(tmp_path), [f"{QUERY}.weight"], None)
 
 
 # other schemes --------------------------------------------------------------------------------------------------------

@@ -118,20 +118,22 @@ class CalibrationJob:
 def calibrate(
     checkpoint: Checkpoint,
     weights: Iterable[str],
-    prompts: Path,
+    prompts: Path | None,
     progress: Progress | None = None,
     *,
     limit: int = CALIBRATION_PROMPTS,
 ) -> Calibration:
     """Runs the model in float32 on prompts and takes the ranges of linear layers' inputs.
 
-    One range covers both modes of a layer, encoder and decoder, because they share the weight. On one machine, two runs
-    give the same result.
+    One range covers both modes of a layer, encoder and decoder, because they share the weight. Ranges that a published
+    quantized checkpoint has are taken from there, and only the others are measured. On one machine, two runs give the
+    same result.
 
     Args:
         checkpoint: the model. It is loaded as a whole: four bytes of memory per parameter.
         weights: canonical names of weights of class attention, dense_mlp or self_conditioning.
-        prompts: JSON lines, each an object with a text "prompt"; what else it holds is not looked at.
+        prompts: JSON lines, each an object with a text "prompt"; what else it holds is not looked at. None where the
+            checkpoint has all ranges, see :func:`ranges_lacking`.
         progress: told of each prompt.
         limit: how many prompts to run at most, from the first on.
 
@@ -147,6 +149,15 @@ def calibrate(
     for name in names:
         if name not in known or weight_class(name) not in _LINEAR_CLASSES:
             raise ValueError(f"{name} is no linear layer whose input is quantized by one scale")
+    known_ranges = {name: amax for name in names if (amax := _published_range(checkpoint, name)) is not None}
+    lacking = ranges_lacking(checkpoint, names)
+    if not lacking:
+        return Calibration(
+            input_amax=known_ranges,
+            report=CalibrationReport(prompts=0, prompt_tokens=0, canvas_tokens=0, experts=()),
+        )
+    if prompts is None:
+        raise InputError(f"there are no prompts, and {checkpoint.path} has no range of the input of {lacking[0]}")
     missing = [package for package in ("torch", "transformers", "modelopt") if find_spec(package) is None]
     if missing:
         raise MissingDependencyError(
@@ -155,14 +166,25 @@ def calibrate(
         )
     job = CalibrationJob(
         checkpoint=str(checkpoint.path.resolve()),
-        weights=names,
+        weights=lacking,
         prompts=list(read_prompts(prompts, limit)),
         chat=checkpoint.chat_template() is not None,
         source=str(prompts),
     )
     result = Calibration.model_validate(_run_worker(job, progress or Progress())["calibration"])
-    _refuse_missing_ranges(names, result)
-    return result
+    _refuse_missing_ranges(lacking, result)
+    ranges = {**known_ranges, **result.input_amax}
+    return Calibration(input_amax={name: ranges[name] for name in names}, report=result.report)
+
+
+def ranges_lacking(checkpoint: Checkpoint, weights: Iterable[str]) -> list[str]:
+    """Those weights whose input has no range in the checkpoint, so that prompts are needed."""
+    return [name for name in weights if _published_range(checkpoint, name) is None]
+
+
+def _published_range(checkpoint: Checkpoint, name: str) -> float | None:
+    published = checkpoint.quantized.get(name)
+    return published.input_amax if published else None
 
 
 def read_prompts(file: Path, limit: int) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,6 @@ Three things would give ranges without any error that are worth nothing, and are
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import sys
@@ -28,32 +27,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma import generation_diffusion_gemma
-from transformers.utils import logging
 
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import CalibrationError, CheckpointError, DgcompileError, InputError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.quantize.calibration import Calibration, CalibrationJob, CalibrationReport, ExpertUse
+from dgcompile.transformers_model import load_model
 
 Emit = Callable[[dict[str, Any]], None]
 
 # Hardly annotated, so nothing can be checked against it.
 generation_module: Any = generation_diffusion_gemma
-transformers_logging: Any = logging
 
-# Prompts are text: the smallest vision tower that the constructor accepts stands in for the real one.
-_NO_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
-_VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 # Linear layers read the same tensor within each of these groups.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FP8 = {"num_bits": (4, 3), "axis": None}
@@ -155,46 +142,6 @@ def _encoded(job: CalibrationJob, checkpoint: Checkpoint) -> list[list[int]]:
             )
         encoded.append(ids)
     return encoded
-
-
-def load_model(checkpoint: Checkpoint) -> DiffusionGemmaForBlockDiffusion:
-    """The text model in float32 with the plain implementations of attention and experts.
-
-    Its weights are read by dgcompile, not by transformers, which knows fewer kinds of checkpoint.
-
-    Raises:
-        CheckpointError: transformers does not take config or weights.
-    """
-    settings = copy.deepcopy(
-        {
-            key: value
-            for key, value in checkpoint.config.items()
-            if key not in ("dtype", "torch_dtype", "quantization_config")
-        }
-    )
-    settings["vision_config"] = dict(_NO_VISION)
-    model_class: Any = DiffusionGemmaForBlockDiffusion
-    transformers_logging.disable_progress_bar()
-    # It would list the vision tower's weights as missing; what matters is checked below.
-    transformers_logging.set_verbosity_error()
-    try:
-        model, found = model_class.from_pretrained(
-            None,
-            config=DiffusionGemmaConfig(**settings),
-            state_dict={name: checkpoint.read(name) for name in checkpoint.spec.expected_tensors()},
-            dtype=torch.float32,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: transformers cannot load it: {error}") from error
-    missing = sorted(name for name in found["missing_keys"] if not name.startswith(_VISION))
-    wrong = [*missing, *sorted(found["unexpected_keys"]), *sorted(map(str, found["mismatched_keys"]))]
-    if wrong:
-        raise CheckpointError(f"{checkpoint.path}: transformers' model and its weights differ in {wrong[0]}")
-    loaded: DiffusionGemmaForBlockDiffusion = model.eval()
-    return loaded
 
 
 def their_config(config: GenerationConfig) -> Any:

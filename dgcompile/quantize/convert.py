@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dgcompile import __version__
 from dgcompile.checkpoint import READABLE_DTYPES, Checkpoint
@@ -27,6 +28,7 @@ from dgcompile.files import PARTIAL_SUFFIX, sync_folder, write_atomically
 from dgcompile.plugins.moe.formats import FP8_MAX
 from dgcompile.progress import Advance, Progress
 from dgcompile.quantize.formats import FORMATS
+from dgcompile.quantize.requantize import published_parts, refuse_second_rounding
 from dgcompile.recipe import Recipe, weight_of
 from dgcompile.safetensors_file import StoredTensor
 from dgcompile.source_hash import source_hash
@@ -40,6 +42,7 @@ from dgcompile.weights_store import (
 
 _PIECE_ELEMENTS = 4 << 20
 _FLUSH_BYTES = 256 << 20
+_TORCH_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class ConvertedWeights(NamedTuple):
@@ -74,11 +77,14 @@ def convert_weights(
     Raises:
         CheckpointError: a weight is not finite or too large for its format, or a source file changed meanwhile; names
             tensor and file.
+        RecipeError: weights that the checkpoint has in FP8 would be rounded to yet another format.
         StageError: the disk is too small, or the file system failed.
     """
+    refuse_second_rounding(checkpoint, recipe)
     store = plan(checkpoint.spec, recipe)
     nbytes = store.nbytes
-    identities = file_identities(checkpoint.tensors.values())
+    stored = checkpoint.stored
+    identities = file_identities(stored.values())
     amax = input_amax or {}
     writer = _StoreWriter(folder, _conversion_key(checkpoint, recipe, store.head, identities, amax))
     try:
@@ -102,7 +108,7 @@ def convert_weights(
                     waiting = {}
             source_hashes |= made.source_hashes
             # Before the file gets its name: a source that changed meanwhile must not become a finished store.
-            remember(checkpoint.tensors, source_hashes, identities)
+            remember(stored, source_hashes, identities)
             writer.finish()
     except OSError as problem:
         raise _disk_error(problem, folder, nbytes) from problem
@@ -121,9 +127,17 @@ def _conversion_key(
     """Identifies a conversion, so that a partial file of another one is never continued."""
     files = {file: list(identity) for file, identity in identities.items()}
     sources = {
-        name: [files[tensor.file], tensor.dtype, tensor.offset] for name, tensor in sorted(checkpoint.tensors.items())
+        name: [files[tensor.file], tensor.dtype, tensor.offset] for name, tensor in sorted(checkpoint.stored.items())
     }
-    content = [__version__, source_hash("dgcompile.quantize"), torch.__version__, recipe.model_dump(), sources]
+    content = [
+        __version__,
+        source_hash("dgcompile.quantize.convert"),
+        source_hash("dgcompile.quantize.formats"),
+        source_hash("dgcompile.quantize.requantize"),
+        torch.__version__,
+        recipe.model_dump(),
+        sources,
+    ]
     ranges = sorted(input_amax.items())
     return hashlib.sha256(head + json.dumps([*content, ranges], sort_keys=True).encode()).hexdigest()
 
@@ -162,12 +176,34 @@ class _Conversion:
             yield self._input_scale(name)
 
     def _convert(self, name: str, wanted: str) -> Iterator[memoryview]:
-        weight, source = self._weights[name], self._checkpoint.tensors[name]
-        number_format = FORMATS[weight.recipe.format]
+        weight = self._weights[name]
         kept: dict[str, list[memoryview]] = {
             part: [] for part in weight.parts.values() if part != wanted and part in self._wanted
         }
-        digest = hashlib.sha256()
+        try:
+            for parts in self._encoded(name, weight):
+                for suffix, part in weight.parts.items():
+                    data = parts[suffix].contiguous().view(torch.uint8).numpy().reshape(-1).data
+                    if part == wanted:
+                        yield data
+                    elif part in kept:
+                        kept[part].append(data)
+        except ValueError as problem:
+            raise CheckpointError(
+                f"{name} in {self._file(name)} does not fit {weight.recipe.text}: {problem}",
+                fix="choose a recipe that stores this class of weight otherwise",
+            ) from problem
+        self._kept |= kept
+
+    def _encoded(self, name: str, weight: StoredWeight) -> Iterator[dict[str, Tensor]]:
+        """The parts of a weight, slice by slice."""
+        if name in self._checkpoint.quantized:
+            published, dtype = self._checkpoint.quantized[name], _TORCH_SCALES[self._scale_dtype]
+            dtype = torch.float32 if len(published.shape) == 3 else dtype
+            yield from published_parts(name, published, weight.recipe, dtype, self.source_hashes)
+            return
+        source, digest = self._checkpoint.tensors[name], hashlib.sha256()
+        number_format = FORMATS[weight.recipe.format]
         for piece in _slices(name, source):
             digest.update(piece)
             values = torch.frombuffer(piece, dtype=getattr(torch, READABLE_DTYPES[source.dtype]))
@@ -178,21 +214,12 @@ class _Conversion:
                     expected="finite weights",
                     fix="fetch the checkpoint again, or go back to one that was saved before training diverged",
                 )
-            try:
-                parts = number_format.encode(values, weight.recipe.group_size, self._scale_dtype)
-            except ValueError as problem:
-                raise CheckpointError(
-                    f"{name} in {source.file} does not fit {weight.recipe.text}: {problem}",
-                    fix="choose a recipe that stores this class of weight otherwise",
-                ) from problem
-            for suffix, part in weight.parts.items():
-                data = parts[suffix].contiguous().view(torch.uint8).numpy().reshape(-1).data
-                if part == wanted:
-                    yield data
-                elif part in kept:
-                    kept[part].append(data)
-        self._kept |= kept
+            yield number_format.encode(values, weight.recipe.group_size, self._scale_dtype)
         self.source_hashes[name] = digest.hexdigest()
+
+    def _file(self, name: str) -> Path:
+        quantized = self._checkpoint.quantized.get(name)
+        return quantized.parts[0].codes.file if quantized else self._checkpoint.tensors[name].file
 
     def _input_scale(self, name: str) -> memoryview:
         """A static scale: what brings the largest activation that calibration saw to the largest E4M3 number."""
@@ -200,7 +227,7 @@ class _Conversion:
         if weight not in self._amax:
             raise StageError(f"the calibration has no range of the activations of {weight}")
         scale = torch.tensor([self._amax[weight] / FP8_MAX], dtype=torch.float32)
-        stored = scale.to({"F32": torch.float32, "BF16": torch.bfloat16}[self._scale_dtype])
+        stored = scale.to(_TORCH_SCALES[self._scale_dtype])
         return stored.view(torch.uint8).numpy().data
 
 

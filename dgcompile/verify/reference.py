@@ -22,9 +22,11 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma import generation_diffusion_gemma
 from transformers.utils import logging
 
+from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import CheckpointError, RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.random_numbers import RowRandom
+from dgcompile.transformers_model import load_model
 from dgcompile.verify.compare import cut, draw
 
 # Hardly annotated, so nothing can be checked against it.
@@ -124,11 +126,19 @@ class Reference:
         self.checkpoint = checkpoint
         if threads is not None:
             torch.set_num_threads(threads)
+        opened = Checkpoint.open(checkpoint)
+        self.model: Any = load_model(opened) if opened.quantized else self._load(checkpoint)
+        # Only what the caller asks for counts: transformers fills gaps from here.
+        self.model.generation_config = generation_module.DiffusionGemmaGenerationConfig()
+
+    @staticmethod
+    def _load(checkpoint: Path) -> Any:
+        """Loaded by transformers itself, as somebody who uses it does."""
         model_class: Any = DiffusionGemmaForBlockDiffusion
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()
         try:
-            self.model = model_class.from_pretrained(
+            return model_class.from_pretrained(
                 checkpoint,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -141,8 +151,6 @@ class Reference:
         finally:
             if bars:
                 transformers_logging.enable_progress_bar()
-        # Only what the caller asks for counts: transformers fills gaps from here.
-        self.model.generation_config = generation_module.DiffusionGemmaGenerationConfig()
 
     def encode(self, text: str, *, chat: bool) -> list[int]:
         """Token ids of a prompt by the checkpoint's tokenizer; ``chat`` renders it as the only user message.
