@@ -45,7 +45,7 @@ from dgcompile.recipe import Recipe
 from dgcompile.target import Backend, Target
 from dgcompile.weights_store import WEIGHTS_FILE as WEIGHTS_FILE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the bundle's layout that this dgcompile writes; it reads this one and older ones."""
 
 MANIFEST_FILE = "manifest.json"
@@ -53,9 +53,12 @@ TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-StageName = Literal["assets", "trace", "weights", "kernels", "engine"]
-STAGES: tuple[StageName, ...] = ("assets", "trace", "weights", "kernels", "engine")
-"""The stages of a build in their order. Only GPU targets have kernels."""
+CALIBRATION_FILE = "calibration.json"
+"""Ranges of activations, and what they were taken from; only where the recipe has static scales."""
+
+StageName = Literal["assets", "trace", "calibration", "weights", "kernels", "engine"]
+STAGES: tuple[StageName, ...] = ("assets", "trace", "calibration", "weights", "kernels", "engine")
+"""The stages of a build in their order; see :func:`stages_of`."""
 
 MAX_BATCH = 64
 """Largest ``max_batch``: the logits of 64 canvases of the published model already take 17 GB."""
@@ -74,9 +77,13 @@ def _check_file_name(name: str) -> str:
     return name
 
 
-def stages_of(target: Target) -> tuple[StageName, ...]:
-    """The stages of a build for a target, in their order."""
-    return tuple(stage for stage in STAGES if stage != "kernels" or target.backend != "onnxruntime")
+def stages_of(target: Target, recipe: Recipe) -> tuple[StageName, ...]:
+    """The stages of a build, in their order: only GPU targets have kernels, only static scales are calibrated."""
+    skipped = {
+        *(("kernels",) if target.backend == "onnxruntime" else ()),
+        *(() if recipe.needs_calibration else ("calibration",)),
+    }
+    return tuple(stage for stage in STAGES if stage not in skipped)
 
 
 def kernels_folder(target: Target) -> str:
@@ -152,7 +159,7 @@ class Manifest(_Frozen):
         max_batch: most rows of one engine call; None where the engines take any number.
         graphs: filled in by the trace stage.
         engine: filled in by the engine stage.
-        stages: every stage of :func:`stages_of` the target.
+        stages: every stage of :func:`stages_of`.
     """
 
     format_version: PositiveInt = FORMAT_VERSION
@@ -172,7 +179,7 @@ class Manifest(_Frozen):
         """Every file that a finished stage recorded, in the order of the stages and then of the names."""
         return {
             name: record
-            for stage in stages_of(self.target)
+            for stage in stages_of(self.target, self.recipe)
             if self.stages[stage].state == "finished"
             for name, record in sorted(self.stages[stage].files.items())
         }
@@ -180,7 +187,7 @@ class Manifest(_Frozen):
     @property
     def unfinished(self) -> tuple[StageName, ...]:
         """The stages that are still to be done."""
-        return tuple(stage for stage in stages_of(self.target) if self.stages[stage].state != "finished")
+        return tuple(stage for stage in stages_of(self.target, self.recipe) if self.stages[stage].state != "finished")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -223,7 +230,9 @@ class Manifest(_Frozen):
     def _check(self, path: Path) -> None:
         """Refuses a manifest whose parts contradict each other: sessions size their buffers by it."""
         rebuild = "copy the bundle again, or build it again with --overwrite"
-        wanted = stages_of(self.target)
+        if self.recipe.activation_dtype is None:
+            raise BundleError(f"{path}: recipe.activation_dtype is missing", fix=rebuild)
+        wanted = stages_of(self.target, self.recipe)
         missing = [stage for stage in wanted if stage not in self.stages]
         if missing:
             raise BundleError(f"{path}: stages.{missing[0]} is missing", fix=rebuild)
@@ -235,8 +244,8 @@ class Manifest(_Frozen):
         if self.engine is not None and self.engine.name != self.target.backend:
             raise BundleError(f"{path}: engine.name is {self.engine.name}", expected=self.target.backend, fix=rebuild)
         for graph, record in self.graphs.items():
-            expected_inputs = graph_inputs(graph, self.spec, self.recipe.activation_dtype)
-            expected_outputs = graph_outputs(graph, self.spec, self.recipe.activation_dtype)
+            expected_inputs = graph_inputs(graph, self.spec, self.recipe.computes_in)
+            expected_outputs = graph_outputs(graph, self.spec, self.recipe.computes_in)
             if list(record.inputs) != expected_inputs or list(record.outputs) != expected_outputs:
                 raise BundleError(f"{path}: graphs.{graph} does not fit the model in spec", fix=rebuild)
         if not self.spec.canvas_length < self.max_context <= self.spec.max_position_embeddings:
@@ -295,7 +304,7 @@ class Bundle:
                 f"{folder}: the build is unfinished (stage {manifest.unfinished[0]} is to be done)",
                 fix=_how_to_finish(manifest, folder),
             )
-        absent = [name for name in required_files(manifest.target) if name not in manifest.files]
+        absent = [name for name in required_files(manifest.target, manifest.recipe) if name not in manifest.files]
         if absent or manifest.engine is None or set(manifest.graphs) != set(GRAPH_FILES):
             lacking = absent[0] if absent else "engine" if manifest.engine is None else "a graph"
             raise BundleError(
@@ -404,11 +413,12 @@ def _check_gpu_machine(target: Target, engine: EngineLibrary, folder: Path) -> N
         ) from error
 
 
-def required_files(target: Target) -> tuple[str, ...]:
-    """Files without which a finished bundle for a target is none."""
+def required_files(target: Target, recipe: Recipe) -> tuple[str, ...]:
+    """Files without which a finished bundle is none."""
     engines = tuple(name(graph) for graph in GRAPH_FILES for name in (engine_file, table_file, layers_file))
     on_gpu = (f"{kernels_folder(target)}/index.json", *engines) if target.backend != "onnxruntime" else ()
-    return (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE, *on_gpu)
+    ranges = (CALIBRATION_FILE,) if recipe.needs_calibration else ()
+    return (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE, *ranges, *on_gpu)
 
 
 def _how_to_finish(manifest: Manifest, folder: Path) -> str:

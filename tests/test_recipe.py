@@ -17,7 +17,7 @@ FP32 = Path(__file__).parent.parent / "recipes" / "fp32.yaml"
 
 
 def test_every_listed_recipe_loads_under_its_own_name() -> None:
-    assert list_recipes() == ["bf16", "fp32"]
+    assert list_recipes() == ["bf16", "fp32", "fp8", "int4", "w4a8", "w8a16"]
     assert [Recipe.load(name).name for name in list_recipes()] == list_recipes()
     assert [Recipe.load(name).name for name in list_recipes()] == list_recipes()
 
@@ -25,7 +25,7 @@ def test_every_listed_recipe_loads_under_its_own_name() -> None:
 def test_fp32_is_float32_throughout() -> None:
     recipe = Recipe.load("fp32")
     assert recipe.activation_dtype == "float32"
-    assert {recipe.weights.of(name) for name in ("experts", "norms", "embedding")} == {"fp32"}
+    assert {how.text for _, how in recipe.weights.items()} == {"fp32"}
     assert Recipe.load(FP32) == recipe
 
 
@@ -67,7 +67,7 @@ def test_impossible_pairs_are_refused_by_name() -> None:
     ("old", "new", "message"),
     [
         ("  router: fp32\n", "", "weights.router is missing"),
-        ("router: fp32", "router: fp31", "weights.router is 'fp31'"),
+        ("router: fp32", "router: fp31", "weights.router.format is 'fp31'"),
         ("router:", "routers:", "weights.router"),
         ("activation_dtype: float32", "activation_dtype: float64", "activation_dtype is 'float64'"),
         ("title:", "titel:", "unknown key 'titel'"),
@@ -92,5 +92,5 @@ def test_every_target_runs_its_default_recipe(target: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(RecipeError, match="unknown recipe 'fp64'; expected one of bf16, fp32, or the path"):
+    with pytest.raises(RecipeError, match="unknown recipe 'fp64'; expected one of bf16, fp32, fp8, int4, w4a8, w8a16, or the path"):
         Recipe.load("fp64")

@@ -15,6 +15,7 @@ from dgcompile.build.lock import LOCK_FILE, folder_lock
 from dgcompile.build.stage import Job, Stage
 from dgcompile.build.stages import STAGES_OF
 from dgcompile.bundle import (
+    CALIBRATION_FILE,
     CHAT_TEMPLATE_FILE,
     GENERATION_CONFIG_FILE,
     GRAPH_FILES,
@@ -50,7 +51,15 @@ DEFAULT_MAX_CONTEXT = 8192
 """Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
 
 _BUNDLE_FILES = frozenset(
-    {MANIFEST_FILE, WEIGHTS_FILE, TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, *GRAPH_FILES.values()}
+    {
+        MANIFEST_FILE,
+        WEIGHTS_FILE,
+        CALIBRATION_FILE,
+        TOKENIZER_FILE,
+        CHAT_TEMPLATE_FILE,
+        GENERATION_CONFIG_FILE,
+        *GRAPH_FILES.values(),
+    }
 )
 _BUNDLE_FOLDERS = ("kernels", "engines", "cache")
 """Folders of bundles for GPUs; the last holds what engines remember between runs, which no manifest lists."""
@@ -75,6 +84,7 @@ def build(
     *,
     max_context: int | None = None,
     max_batch: int | None = None,
+    calibration: Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -89,13 +99,15 @@ def build(
         output: the bundle's folder, made when missing.
         max_context: most tokens, prompt and answer together, of one row; see :func:`resolve_max_context`.
         max_batch: most rows of one engine call; GPU engines are built for it (default 1), CPU graphs take any number.
+        calibration: prompts for recipes with static scales of activations, a JSON object with "prompt" a line; None for
+            the checkpoint's own ``calibration.jsonl``.
         overwrite: replace a bundle in ``output`` that was built from other inputs. Other folders are never touched.
         progress: told what is going on.
 
     Raises:
         TargetError, RecipeError, CheckpointError: what to build from or for is refused, before any work.
         BundleError: the output folder cannot be used.
-        InputError: ``max_context`` or ``max_batch`` is out of range.
+        InputError: ``max_context`` or ``max_batch`` is out of range, or there are no prompts to calibrate with.
         StageError: a stage failed; what was finished before stays finished.
         EngineElsewhereError: all is done but the engines, which need another machine.
         MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
@@ -108,6 +120,7 @@ def build(
     if target.backend != "onnxruntime":
         plan_kernels(opened.spec, recipe, target)
     context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)
+    prompts = _calibration_prompts(opened, recipe, calibration)
     folder = Path(output)
     _prepare_folder(folder)
     with _explained("starting the build", folder), folder_lock(folder):
@@ -119,11 +132,13 @@ def build(
             recipe=recipe,
             max_context=context,
             max_batch=batch,
-            stages={stage: StageRecord() for stage in stages_of(target)},
+            stages={stage: StageRecord() for stage in stages_of(target, recipe)},
         )
         manifest = _take_over(folder, wanted, overwrite)
-        job = Job(folder, progress, opened)
+        job = Job(folder, progress, opened, prompts)
         for stage in STAGES_OF[target.backend]:
+            if stage.name not in manifest.stages:
+                continue
             with _explained(f"stage {stage.name}", folder):
                 manifest = _bring_up_to_date(stage, job, manifest)
         _sweep(folder, manifest)
@@ -178,6 +193,29 @@ def check_buildable(target: Target, recipe: Recipe) -> None:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed", fix="pip install 'dgcompile[build]'"
         )
+
+
+def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | None) -> Path | None:
+    """The file to calibrate with; None for a recipe that needs none.
+
+    Raises:
+        InputError: there is none, or one was given for nothing.
+    """
+    if not recipe.needs_calibration:
+        if given is not None:
+            raise InputError(
+                f"prompts to calibrate with were given for recipe {recipe.name!r}, which has no static scales",
+                fix="leave out --calibration",
+            )
+        return None
+    file = given or checkpoint.path / "calibration.jsonl"
+    if not file.is_file():
+        raise InputError(
+            f"recipe {recipe.name!r} rounds activations by scales that must be calibrated, and {file} is missing",
+            expected='a file with one {"prompt": "..."} a line',
+            fix="name one with --calibration FILE, or choose a recipe that needs none, such as w8a16",
+        )
+    return file
 
 
 def resolve_max_batch(target: Target, requested: int | None) -> int | None:

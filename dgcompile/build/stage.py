@@ -28,11 +28,13 @@ class Job:
         folder: the bundle's folder.
         progress: told what is going on.
         source: the checkpoint; None for a build that goes on with what an earlier one finished.
+        calibration: prompts to calibrate with, where the recipe needs them.
     """
 
     folder: Path
     progress: Progress
     source: Checkpoint | None = None
+    calibration: Path | None = None
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -18,6 +18,7 @@ from dgcompile.build.onnxruntime import read_graph, try_graphs
 from dgcompile.build.stage import Job, Made, Stage
 from dgcompile.build.tensorrt.libraries import library_version
 from dgcompile.bundle import (
+    CALIBRATION_FILE,
     CHAT_TEMPLATE_FILE,
     GENERATION_CONFIG_FILE,
     GRAPH_FILES,
@@ -117,6 +118,37 @@ def _trace(job: Job, manifest: Manifest) -> Made:
     return Made(files=tuple(GRAPH_FILES.values()), graphs=graphs)
 
 
+# calibration: ranges of activations, for static scales ---------------------------------------------------------------
+
+
+def _calibration_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
+    prompts = hashlib.sha256(job.calibration.read_bytes()).hexdigest() if job.calibration else None
+    return {"checkpoint": manifest.checkpoint, "weights": _with_static_scale(manifest), "prompts": prompts}
+
+
+def _with_static_scale(manifest: Manifest) -> list[str]:
+    weights = plan(manifest.spec, manifest.recipe).weights
+    return [name for name, weight in weights.items() if weight.input_scale is not None]
+
+
+def _calibrate(job: Job, manifest: Manifest) -> Made:
+    from dgcompile.quantize.calibration import calibrate
+
+    assert job.calibration is not None, "the build starts with prompts where the recipe needs them"
+    calibration = calibrate(job.checkpoint, _with_static_scale(manifest), job.calibration, job.progress)
+    write_atomically(job.folder / CALIBRATION_FILE, _json_bytes(calibration.model_dump(mode="json")))
+    return Made(files=(CALIBRATION_FILE,))
+
+
+def _input_amax(job: Job, manifest: Manifest) -> dict[str, float]:
+    """The ranges of a finished calibration; empty where the recipe needs none."""
+    if not manifest.recipe.needs_calibration:
+        return {}
+    from dgcompile.quantize.calibration import Calibration
+
+    return Calibration.model_validate_json(read_bytes(job.folder / CALIBRATION_FILE)).input_amax
+
+
 # weights: the store --------------------------------------------------------------------------------------------------
 
 
@@ -125,13 +157,15 @@ def _weights_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
         "checkpoint": manifest.checkpoint,
         "recipe": manifest.recipe.model_dump(mode="json"),
         "layout": _layout(manifest),
+        **({"ranges": _hashes(manifest, CALIBRATION_FILE)} if manifest.recipe.needs_calibration else {}),
     }
 
 
 def _convert(job: Job, manifest: Manifest) -> Made:
     from dgcompile.quantize.convert import convert_weights
 
-    converted = convert_weights(job.checkpoint, manifest.recipe, job.folder, job.progress)
+    ranges = _input_amax(job, manifest)
+    converted = convert_weights(job.checkpoint, manifest.recipe, job.folder, job.progress, input_amax=ranges)
     _check_sizes(job.folder / WEIGHTS_FILE, manifest)
     return Made(files=(WEIGHTS_FILE,), known_hashes={WEIGHTS_FILE: converted.sha256})
 
@@ -267,10 +301,24 @@ _TRACE = Stage(
     _trace_inputs,
     _trace,
 )
+_CALIBRATION = Stage(
+    "calibration",
+    ("torch", "transformers", "nvidia-modelopt"),
+    ("dgcompile.quantize.calibration", "dgcompile.quantize.calibration_worker"),
+    _calibration_inputs,
+    _calibrate,
+)
 _WEIGHTS = Stage(
     "weights",
     ("torch",),
-    ("dgcompile.quantize", "dgcompile.weights_store", "dgcompile.safetensors_file", "dgcompile.checkpoint"),
+    (
+        "dgcompile.quantize.convert",
+        "dgcompile.quantize.formats",
+        "dgcompile.plugins.moe.formats",
+        "dgcompile.weights_store",
+        "dgcompile.safetensors_file",
+        "dgcompile.checkpoint",
+    ),
     _weights_inputs,
     _convert,
 )
@@ -288,8 +336,8 @@ def _tensorrt(*tools: str) -> Stage:
 
 
 STAGES_OF: dict[Backend, tuple[Stage, ...]] = {
-    "onnxruntime": (_ASSETS, _TRACE, _WEIGHTS, _TRY_GRAPHS),
-    "tensorrt_rtx": (_ASSETS, _TRACE, _WEIGHTS, _KERNELS, _tensorrt("tensorrt_rtx")),
-    "tensorrt": (_ASSETS, _TRACE, _WEIGHTS, _KERNELS, _tensorrt("tensorrt", "tensorrt_cu13_bindings")),
+    "onnxruntime": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _TRY_GRAPHS),
+    "tensorrt_rtx": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _KERNELS, _tensorrt("tensorrt_rtx")),
+    "tensorrt": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _KERNELS, _tensorrt("tensorrt", "tensorrt_cu13_bindings")),
 }
-"""In the order in which they run."""
+"""In the order in which they run; a bundle has those of :func:`dgcompile.bundle.stages_of`."""

@@ -18,6 +18,7 @@ from dgcompile.cli.text import format_bytes, format_seconds, print_json
         ("build examples/sudoku --target cpu -o bundles/sudoku", "A checkpoint folder, for the CPU"),
         ("build google/diffusiongemma-26B-A4B-it --target rtx5090 -o dg", "A hub checkpoint, for an RTX 5090"),
         ("build CHECKPOINT --target h100 -o BUNDLE --max-batch 8", "For an H100 that serves 8 requests at a time"),
+        ("build CHECKPOINT --target h100 --recipe fp8 -o BUNDLE --calibration prompts.jsonl", "With FP8 activations"),
         ("build --resume BUNDLE", "On the H100's machine: the engines of a bundle that was begun elsewhere"),
         (
             "build CHECKPOINT --target cpu -o BUNDLE --max-context 99 --overwrite",
@@ -35,6 +36,12 @@ from dgcompile.cli.text import format_bytes, format_seconds, print_json
     help="Most tokens, prompt and answer, of one request.  [default: the model's, up to 8192]",
 )
 @click.option("--max-batch", type=int, help="Most requests of one engine call, on a GPU.  [default: 1]")
+@click.option(
+    "--calibration",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts for recipes with static scales, a JSON line each.  [default: CHECKPOINT/calibration.jsonl]",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a bundle in that folder that was built from other inputs.")
 @click.option(
     "--resume", type=FOLDER, metavar="BUNDLE", help="Build the engines of a bundle that was begun on another machine."
@@ -47,6 +54,7 @@ def command(
     output: Path | None,
     max_context: int | None,
     max_batch: int | None,
+    calibration: Path | None,
     overwrite: bool,
     resume: Path | None,
     as_json: bool,
@@ -67,7 +75,7 @@ def command(
     started = time.monotonic()
     try:
         if resume is not None:
-            given = (checkpoint, target, recipe, output, max_context, max_batch)
+            given = (checkpoint, target, recipe, output, max_context, max_batch, calibration)
             if overwrite or any(value is not None for value in given):
                 raise click.UsageError("--resume BUNDLE takes everything from the bundle: no other option goes with it")
             bundle = building.resume(resume, progress=progress())
@@ -83,6 +91,7 @@ def command(
                 output,
                 max_context=max_context,
                 max_batch=max_batch,
+                calibration=calibration,
                 overwrite=overwrite,
                 progress=progress(),
             )

@@ -30,7 +30,7 @@ from dgcompile.quantize import convert
 from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import read_header
-from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, plan_store
+from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, plan
 from tests.tiny_checkpoint import TENSORS_PER_CHECKPOINT, split, tiny_config, tiny_tensors, write_checkpoint
 
 EXPERTS = "model.decoder.layers.1.experts.down_proj"
@@ -120,7 +120,7 @@ def test_values_and_layout(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = load_file(file)
     assert set(stored) == set(tensors)
     assert all(torch.equal(stored[name], values.float()) for name, values in tensors.items())
-    planned = plan_store(checkpoint.spec, RECIPE)
+    planned = plan(checkpoint.spec, RECIPE).tensors
     assert read_header(file) == {name: tensor._replace(file=file) for name, tensor in planned.items()}
     assert result == (hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size)
 
@@ -199,15 +199,15 @@ def test_killed_at_any_point_the_next_run_finishes_with_the_same_bytes(
 def conversions(work: Callable[[], object]) -> int:
     """How many tensors ``work`` really converts."""
     count = 0
-    real = convert._convert
+    real = convert._Conversion._convert
 
-    def counting(*arguments: Any) -> str:
+    def counting(*arguments: Any) -> Iterator[memoryview]:
         nonlocal count
         count += 1
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "_convert", counting)
+        patch.setattr(convert._Conversion, "_convert", counting)
         work()
     return count
 

@@ -25,7 +25,7 @@ from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.trace import modules, trace_graphs
 from dgcompile.verify.widen import widen
-from dgcompile.weights_store import WEIGHTS_FILE, plan_store
+from dgcompile.weights_store import WEIGHTS_FILE, plan
 
 # fp32 against fp32 through a few layers, relative to the largest value: rounding gives 1e-6, a wrong position 1e-1.
 RELATIVE = 1e-4
@@ -119,7 +119,7 @@ def test_one_custom_node_per_layer_and_nothing_of_the_encoders_last_layer(
 def test_every_weight_is_a_reference_into_the_store(
     graphs: dict[str, onnx.ModelProto], spec: ModelSpec, name: str
 ) -> None:
-    store = plan_store(spec, Recipe.load("fp32"))
+    store = plan(spec, Recipe.load("fp32")).tensors
     inline = 0
     for tensor in graphs[name].graph.initializer:
         if tensor.name in store:
@@ -150,11 +150,10 @@ from pathlib import Path
 from dgcompile.model_spec import ModelSpec
 from dgcompile.recipe import Recipe
 from dgcompile.trace import trace_graphs
-from dgcompile.weights_store import plan_store
 
 config = json.loads((Path(sys.argv[1]) / "config.json").read_text())
 spec = ModelSpec.from_config(config)
-trace_graphs(config, spec, plan_store(spec, Recipe.load("fp32")), "float32", Path(sys.argv[2]))
+trace_graphs(config, spec, Recipe.load("fp32"), Path(sys.argv[2]))
 """
 
 
@@ -318,8 +317,7 @@ def test_bfloat16_graphs_are_the_float32_graphs_with_fewer_digits(
     checkpoint: Path, bundle: Path, sessions: dict[str, onnxruntime.InferenceSession], tmp_path: Path
 ) -> None:
     source, recipe = Checkpoint.open(checkpoint), Recipe.load("bf16")
-    store = plan_store(source.spec, recipe)
-    trace_graphs(source.config, source.spec, store, recipe.activation_dtype, tmp_path)
+    trace_graphs(source.config, source.spec, recipe, tmp_path)
     convert_weights(source, recipe, tmp_path)
     # The checkpoint is stored in bfloat16: nothing is lost, and every value is half as long.
     assert (tmp_path / WEIGHTS_FILE).stat().st_size < 0.6 * (bundle / WEIGHTS_FILE).stat().st_size
