@@ -113,9 +113,8 @@ class _Fp8(NumberFormat):
 
         scale = weight.abs().amax(dim=-1).float() / FP8_MAX
         scale = _stored_scale(scale, _scale_dtype(tuple(weight.shape), "F32", scale_dtype))
-        # In place: a slice of the largest tensor is what bounds memory. A scale that was rounded down puts the largest
-        # magnitude beyond 448, which torch would make NaN.
-        scaled = weight.float().div_(scale.float()[..., None]).clamp_(-FP8_MAX, FP8_MAX)
+        # A scale that was rounded down puts the largest magnitude beyond 448, which torch would make NaN.
+        scaled = torch.div(weight.float(), scale.float()[..., None]).clamp_(-FP8_MAX, FP8_MAX)
         return {"": scaled.to(torch.float8_e4m3fn), SCALE: scale}
 
     def decode(self, parts: Mapping[str, Tensor], group_size: int) -> Tensor:
