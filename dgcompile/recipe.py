@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -207,6 +208,24 @@ class Recipe(BaseModel):
         recipe = self.model_copy(update=filled)
         recipe.check(target)
         return recipe
+
+    def keeping_fp8(self, names: Collection[str], spec: ModelSpec) -> Recipe:
+        """The recipe for a checkpoint that has some weights in FP8: classes that it has in FP8 throughout, and that the
+        recipe would store in more bits, stay as they are. More bits would round again and gain nothing.
+
+        Args:
+            names: canonical names of the weights in FP8.
+            spec: the model.
+        """
+        of_class: dict[WeightClass, set[bool]] = {}
+        for name in spec.expected_tensors():
+            of_class.setdefault(weight_class(name), set()).add(name in names)
+        kept = {
+            weight_class_: WeightRecipe(format="fp8")
+            for weight_class_, how in self.weights.items()
+            if how.format in ("fp32", "bf16") and of_class[weight_class_] == {True}
+        }
+        return self.model_copy(update={"weights": self.weights.model_copy(update=kept)})
 
     @classmethod
     def load(cls, source: str | Path) -> Recipe:

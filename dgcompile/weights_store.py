@@ -41,7 +41,7 @@ class StoredWeight(NamedTuple):
 
 
 def scale_dtype(recipe: Recipe) -> str:
-    """Dtype of the scales of dense weights, in safetensors' spelling: that of the activations."""
+    """Dtype of the scales of groups of dense weights, in safetensors' spelling: that of the activations."""
     return _SCALE_DTYPES[recipe.computes_in]
 
 
@@ -81,6 +81,11 @@ def plan(spec: ModelSpec, recipe: Recipe) -> Store:
     return Store(head, weights, tensors)
 
 
+def with_static_scale(spec: ModelSpec, recipe: Recipe) -> list[str]:
+    """Names of the weights whose activations have a static scale."""
+    return [name for name, weight in plan(spec, recipe).weights.items() if weight.input_scale is not None]
+
+
 def _planned(spec: ModelSpec, recipe: Recipe) -> Iterator[tuple[str, StoredWeight, dict[str, Part]]]:
     dense_scales = scale_dtype(recipe)
     for name, shape in spec.expected_tensors().items():
@@ -90,7 +95,7 @@ def _planned(spec: ModelSpec, recipe: Recipe) -> Iterator[tuple[str, StoredWeigh
         tensors = {names[suffix]: part for suffix, part in parts.items()}
         input_scale = input_scale_of(name) if how.activations == "fp8_static" else None
         if input_scale is not None:
-            tensors[input_scale] = Part(dense_scales, ())
+            tensors[input_scale] = Part("F32", ())
         yield name, StoredWeight(shape, how, names, input_scale), tensors
 
 
@@ -130,7 +135,7 @@ def class_sizes(spec: ModelSpec, recipe: Recipe, stored: Mapping[str, StoredTens
         before = sizes.get(kind, ClassSize(0, 0, 0.0))
         exact = count * FORMATS[how.format].bits(shape, how.group_size, bits_of_scale) / 8
         if how.activations == "fp8_static":
-            exact += bits_of_scale / 8
+            exact += 4
         sizes[kind] = ClassSize(before.weights + count, before.stored_bytes, before.exact_bytes + exact)
     for name, tensor in stored.items():
         kind = weight_class(name)

@@ -45,7 +45,7 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
-from dgcompile.weights_store import JOURNAL_FILE
+from dgcompile.weights_store import JOURNAL_FILE, with_static_scale
 
 DEFAULT_MAX_CONTEXT = 8192
 """Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
@@ -113,9 +113,9 @@ def build(
         MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
     """
     check_buildable(target, recipe)
-    recipe = recipe.for_target(target)
     progress = progress or Progress()
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
+    recipe = recipe.keeping_fp8(opened.quantized, opened.spec).for_target(target)
     recipe.check_model(opened.spec)
     if target.backend != "onnxruntime":
         plan_kernels(opened.spec, recipe, target)
@@ -196,7 +196,7 @@ def check_buildable(target: Target, recipe: Recipe) -> None:
 
 
 def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | None) -> Path | None:
-    """The file to calibrate with; None for a recipe that needs none.
+    """The file to calibrate with; None where the recipe needs no ranges, or a published checkpoint has them.
 
     Raises:
         InputError: there is none, or one was given for nothing.
@@ -207,6 +207,10 @@ def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | N
                 f"prompts to calibrate with were given for recipe {recipe.name!r}, which has no static scales",
                 fix="leave out --calibration",
             )
+        return None
+    from dgcompile.quantize.calibration import ranges_lacking
+
+    if not ranges_lacking(checkpoint, with_static_scale(checkpoint.spec, recipe)):
         return None
     file = given or checkpoint.path / "calibration.jsonl"
     if not file.is_file():

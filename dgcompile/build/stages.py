@@ -35,7 +35,7 @@ from dgcompile.files import write_atomically
 from dgcompile.gpu import LIBRARY_EXTRAS, query_gpus
 from dgcompile.safetensors_file import read_header
 from dgcompile.target import Backend, Target
-from dgcompile.weights_store import class_sizes, plan
+from dgcompile.weights_store import class_sizes, plan, with_static_scale
 
 # assets: what the runtime needs beside the graphs ---------------------------------------------------------------------
 
@@ -123,19 +123,15 @@ def _trace(job: Job, manifest: Manifest) -> Made:
 
 def _calibration_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
     prompts = hashlib.sha256(job.calibration.read_bytes()).hexdigest() if job.calibration else None
-    return {"checkpoint": manifest.checkpoint, "weights": _with_static_scale(manifest), "prompts": prompts}
-
-
-def _with_static_scale(manifest: Manifest) -> list[str]:
-    weights = plan(manifest.spec, manifest.recipe).weights
-    return [name for name, weight in weights.items() if weight.input_scale is not None]
+    weights = with_static_scale(manifest.spec, manifest.recipe)
+    return {"checkpoint": manifest.checkpoint, "weights": weights, "prompts": prompts}
 
 
 def _calibrate(job: Job, manifest: Manifest) -> Made:
     from dgcompile.quantize.calibration import calibrate
 
-    assert job.calibration is not None, "the build starts with prompts where the recipe needs them"
-    calibration = calibrate(job.checkpoint, _with_static_scale(manifest), job.calibration, job.progress)
+    weights = with_static_scale(manifest.spec, manifest.recipe)
+    calibration = calibrate(job.checkpoint, weights, job.calibration, job.progress)
     write_atomically(job.folder / CALIBRATION_FILE, _json_bytes(calibration.model_dump(mode="json")))
     return Made(files=(CALIBRATION_FILE,))
 

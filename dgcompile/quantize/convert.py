@@ -42,7 +42,6 @@ from dgcompile.weights_store import (
 
 _PIECE_ELEMENTS = 4 << 20
 _FLUSH_BYTES = 256 << 20
-_TORCH_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class ConvertedWeights(NamedTuple):
@@ -198,9 +197,7 @@ class _Conversion:
     def _encoded(self, name: str, weight: StoredWeight) -> Iterator[dict[str, Tensor]]:
         """The parts of a weight, slice by slice."""
         if name in self._checkpoint.quantized:
-            published, dtype = self._checkpoint.quantized[name], _TORCH_SCALES[self._scale_dtype]
-            dtype = torch.float32 if len(published.shape) == 3 else dtype
-            yield from published_parts(name, published, weight.recipe, dtype, self.source_hashes)
+            yield from published_parts(self._checkpoint.quantized[name], weight.recipe, self.source_hashes)
             return
         source, digest = self._checkpoint.tensors[name], hashlib.sha256()
         number_format = FORMATS[weight.recipe.format]
@@ -227,8 +224,7 @@ class _Conversion:
         if weight not in self._amax:
             raise StageError(f"the calibration has no range of the activations of {weight}")
         scale = torch.tensor([self._amax[weight] / FP8_MAX], dtype=torch.float32)
-        stored = scale.to(_TORCH_SCALES[self._scale_dtype])
-        return stored.view(torch.uint8).numpy().data
+        return scale.view(torch.uint8).numpy().data
 
 
 def _slices(name: str, tensor: StoredTensor) -> Iterator[bytearray]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from dgcompile.plugins.moe.formats import FP8_MAX, INT4_BLOCK, INT4_GROUPS, INT4_MAX
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 WeightFormat = Literal["fp32", "bf16", "fp8", "int4"]
@@ -57,11 +58,11 @@ class NumberFormat(ABC):
 
     @abstractmethod
     def parts(self, shape: tuple[int, ...], group_size: int, scale_dtype: str) -> dict[str, Part]:
-        """The parts of a weight of ``shape``; ``scale_dtype`` ("F32", "BF16") is that of dense scales."""
+        """The parts of a weight of ``shape``; ``scale_dtype`` ("F32", "BF16") is that of dense groups' scales."""
 
     @abstractmethod
     def bits(self, shape: tuple[int, ...], group_size: int, scale_bits: int) -> float:
-        """Bits that a weight takes on average in ``shape``, scales included; ``scale_bits``: of a dense scale."""
+        """Bits that a weight takes on average, scales included; ``scale_bits``: of dense groups' scales."""
 
     @abstractmethod
     def encode(self, weight: Tensor, group_size: int, scale_dtype: str) -> dict[str, Tensor]:
@@ -98,27 +99,30 @@ class _Plain(NumberFormat):
 
 
 class _Fp8(NumberFormat):
-    """E4M3 with one scale per output channel, which brings the channel's largest magnitude to 448."""
+    """E4M3 with one scale per output channel, which brings the channel's largest magnitude to 448.
+
+    Scales are float32 everywhere: they are few, and those of published checkpoints stay exact.
+    """
 
     name: WeightFormat = "fp8"
 
     def parts(self, shape: tuple[int, ...], group_size: int, scale_dtype: str) -> dict[str, Part]:
-        return {"": Part("F8_E4M3", shape), SCALE: Part(_scale_dtype(shape, "F32", scale_dtype), shape[:-1])}
+        return {"": Part("F8_E4M3", shape), SCALE: Part("F32", shape[:-1])}
 
     def bits(self, shape: tuple[int, ...], group_size: int, scale_bits: int) -> float:
-        return 8 + (32 if _are_experts(shape) else scale_bits) / shape[-1]
+        return 8 + 32 / shape[-1]
 
     def encode(self, weight: Tensor, group_size: int, scale_dtype: str) -> dict[str, Tensor]:
         import torch
 
         scale = weight.abs().amax(dim=-1).float() / FP8_MAX
-        scale = _stored_scale(scale, _scale_dtype(tuple(weight.shape), "F32", scale_dtype))
+        scale.masked_fill_(scale == 0, 1.0)
         # A scale that was rounded down puts the largest magnitude beyond 448, which torch would make NaN.
-        scaled = torch.div(weight.float(), scale.float()[..., None]).clamp_(-FP8_MAX, FP8_MAX)
+        scaled = torch.div(weight.float(), scale[..., None]).clamp_(-FP8_MAX, FP8_MAX)
         return {"": scaled.to(torch.float8_e4m3fn), SCALE: scale}
 
     def decode(self, parts: Mapping[str, Tensor], group_size: int) -> Tensor:
-        return parts[""].float().mul_(parts[SCALE].float()[..., None])
+        return parts[""].float().mul_(parts[SCALE][..., None])
 
 
 class _Int4(NumberFormat):
@@ -174,7 +178,7 @@ class _Int4(NumberFormat):
             values = values[..., : scale.shape[-1] * group_size]
         else:
             values = _unpack_pairs(codes)
-        grouped = values.unflatten(-1, (-1, group_size))
+        grouped = values.view(*values.shape[:-1], -1, group_size)
         return grouped.mul_(scale[..., None]).flatten(-2)
 
 
@@ -200,7 +204,7 @@ def _in_parallel(work: Callable[[int, slice], None], tasks: list[tuple[int, slic
         torch.set_num_threads(threads)
 
 
-def _least_squares(grouped: Tensor, scale_dtype: object) -> tuple[Tensor, Tensor]:
+def _least_squares(grouped: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes -7..7 as float32 [g, n, G] and scales [n, G] of float32 weights [g, n, G].
 
     Of the scales that :data:`CLIP_RATIOS` names, the one with the least squared error of its group; codes are chosen
@@ -209,13 +213,13 @@ def _least_squares(grouped: Tensor, scale_dtype: object) -> tuple[Tensor, Tensor
     import torch
 
     largest = grouped.abs().amax(dim=0)  # [n, G]
-    if float(largest.max()) / INT4_MAX > torch.finfo(scale_dtype).max:  # type: ignore[arg-type]
+    if float(largest.max()) / INT4_MAX > torch.finfo(scale_dtype).max:
         raise ValueError(f"weights up to {float(largest.max()):.3g} are too large for INT4 scales in {scale_dtype}")
     work = torch.empty_like(grouped)
     best_error = torch.full_like(largest, torch.inf)
     best_scale = torch.ones_like(largest)
     for ratio in CLIP_RATIOS:
-        scale = (largest * (ratio / INT4_MAX)).to(scale_dtype).float()  # type: ignore[call-overload]
+        scale = (largest * (ratio / INT4_MAX)).to(scale_dtype).float()
         scale.masked_fill_(scale == 0, 1.0)
         torch.div(grouped, scale, out=work)
         work.round_().clamp_(-INT4_MAX, INT4_MAX).mul_(scale).sub_(grouped).square_()
@@ -224,7 +228,7 @@ def _least_squares(grouped: Tensor, scale_dtype: object) -> tuple[Tensor, Tensor
         torch.where(better, error, best_error, out=best_error)
         torch.where(better, scale, best_scale, out=best_scale)
     codes = torch.div(grouped, best_scale, out=work).round_().clamp_(-INT4_MAX, INT4_MAX)
-    return codes, best_scale.to(scale_dtype)  # type: ignore[call-overload]
+    return codes, best_scale.to(scale_dtype)
 
 
 def _pack_pairs(codes: Tensor) -> Tensor:
@@ -251,7 +255,7 @@ def _pack_blocks(codes: Tensor) -> Tensor:
     half = INT4_BLOCK // 2
     nibbles = codes.abs().to(torch.uint8) | ((codes < 0).to(torch.uint8) << 3)
     # [g, n, G] as [32, n, halves of blocks]: groups of 64 are two halves one after the other.
-    halves = nibbles.unflatten(0, (-1, half)).permute(1, 2, 3, 0).flatten(2)
+    halves = nibbles.reshape(-1, half, *nibbles.shape[1:]).permute(1, 2, 3, 0).flatten(2)
     if halves.shape[2] % 2:
         halves = torch.nn.functional.pad(halves, (0, 1))
     return halves[..., 0::2] | (halves[..., 1::2] << 4)
@@ -275,21 +279,12 @@ def _are_experts(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3
 
 
-def _stored_scale(scale: Tensor, dtype: str) -> Tensor:
-    """Scales as the store has them; 1 where they round to zero, as those of zeros do."""
-    import torch
-
-    stored = scale.to(_torch_dtype(dtype))
-    _refuse_overflow(stored, dtype)
-    return torch.where(stored == 0, torch.ones_like(stored), stored)
-
-
 def _refuse_overflow(rounded: Tensor, dtype: str) -> None:
     if not bool(rounded.isfinite().all()):
         raise ValueError(f"a weight is too large for {_torch_dtype(dtype)}")
 
 
-def _torch_dtype(dtype: str) -> object:
+def _torch_dtype(dtype: str) -> torch.dtype:
     """torch's dtype of one in safetensors' spelling."""
     import torch
 

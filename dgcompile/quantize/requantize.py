@@ -35,19 +35,16 @@ def refuse_second_rounding(checkpoint: Checkpoint, recipe: Recipe) -> None:
 
 
 def published_parts(
-    name: str, weight: QuantizedWeight, recipe: WeightRecipe, scale_dtype: torch.dtype, hashes: dict[str, str]
+    weight: QuantizedWeight, recipe: WeightRecipe, hashes: dict[str, str]
 ) -> Iterator[dict[str, Tensor]]:
     """The parts of a store that a published weight becomes, a few rows at a time.
 
-    Into fp8 the codes go byte for byte; a scale for a whole tensor is repeated for each of its channels, and every
-    scale is converted to the store's dtype: exact in float32, rounded where it is bfloat16 and the checkpoint's scales
-    are not. Into floating-point formats go codes times scale.
+    Into fp8 the codes go byte for byte, and the scales as they are: one for a whole tensor is repeated for each of its
+    channels. Into floating-point formats go codes times scale.
 
     Args:
-        name: canonical name of the weight.
         weight: where its parts lie.
         recipe: of its class; "fp8", "fp32" or "bf16".
-        scale_dtype: of the scales in the store.
         hashes: filled with the SHA-256 of each stored tensor that was read, by its name in ``Checkpoint.stored``.
 
     Raises:
@@ -58,10 +55,7 @@ def published_parts(
         codes = _codes(part, hashes)
         scales = torch.from_numpy(part.scales())
         if recipe.format == "fp8":
-            stored = scales.to(scale_dtype)
-            if not bool((stored.isfinite() & (stored > 0)).all()):
-                raise ValueError(f"a scale of {part.name} does not fit {scale_dtype}")
-            yield {"": codes, SCALE: stored}
+            yield {"": codes, SCALE: scales.float()}
         else:
             yield FORMATS[recipe.format].encode(codes.float().mul_(scales[:, None]), 0, "")
 

@@ -178,7 +178,7 @@ class TensorRTSession:
         try:
             engines = open_engines(bundle, progress)
             for engine in engines.values():
-                _check_activations(engine.table, bundle.recipe.activation_dtype)
+                _check_activations(engine.table, bundle.recipe.computes_in)
             return cls(
                 bundle.spec,
                 bundle.max_context,

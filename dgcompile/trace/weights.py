@@ -100,21 +100,36 @@ def quantize_activations(model: ir.Model, store: Store) -> list[ir.Value]:
             zero = _fp8_zero(graph)
         for product in _products(dequantized.outputs[0]):
             x = product.inputs[0]
-            assert x is not None
-            quantized = ir.node("QuantizeLinear", [x, scale, zero], name=f"quantize {product.name}")
-            rounded = ir.node("DequantizeLinear", [quantized.outputs[0], scale, zero], name=f"round {product.name}")
-            quantized.outputs[0].name, rounded.outputs[0].name = f"{product.name}/x_fp8", f"{product.name}/x"
-            quantized.outputs[0].shape = rounded.outputs[0].shape = x.shape
-            quantized.outputs[0].type, rounded.outputs[0].type = ir.TensorType(ir.DataType.FLOAT8E4M3FN), x.type
-            graph.insert_before(product, [quantized, rounded])
-            product.replace_input_with(0, rounded.outputs[0])
+            assert x is not None and x.dtype is not None
+            # Scales are float32, and the operators want both of their factors alike.
+            steps: list[tuple[str, list[ir.Value], dict[str, ir.DataType], ir.DataType]] = [
+                ("QuantizeLinear", [scale, zero], {}, ir.DataType.FLOAT8E4M3FN),
+                ("DequantizeLinear", [scale, zero], {}, ir.DataType.FLOAT),
+            ]
+            if x.dtype != ir.DataType.FLOAT:
+                steps = [
+                    ("Cast", [], {"to": ir.DataType.FLOAT}, ir.DataType.FLOAT),
+                    *steps,
+                    ("Cast", [], {"to": x.dtype}, x.dtype),
+                ]
+            value = x
+            for number, (operator, more, attributes, dtype) in enumerate(steps):
+                name = f"{product.name}/x{number}"
+                node = ir.node(operator, [value, *more], attributes=attributes, name=name)
+                value = node.outputs[0]
+                value.name, value.shape, value.type = name, x.shape, ir.TensorType(dtype)
+                graph.insert_before(product, node)
+            product.replace_input_with(0, value)
     return scales
 
 
 def _products(weight: ir.Value) -> list[ir.Node]:
     """The products with a weight [N, K], which is transposed before each."""
-    found = []
+    found: list[ir.Node] = []
     for transpose in weight.consumers():
+        if transpose.op_type == "Cast":
+            found += _products(transpose.outputs[0])
+            continue
         for product in transpose.outputs[0].consumers():
             if transpose.op_type != "Transpose" or product.op_type != "MatMul":
                 raise TraceError(f"{weight.name} feeds {transpose.op_type} and {product.op_type}", expected="a MatMul")
@@ -140,7 +155,11 @@ def _dequantized(graph: ir.Graph, weight: StoredWeight, value: ir.Value, refer: 
     else:
         codes_value, attributes = refer(codes), {"axis": 0}
     node = ir.node("DequantizeLinear", [codes_value, scale], attributes=attributes, name=_dequantize_name(weight))
-    return _made_first(graph, node, f"{codes} dequantized", value)
+    output = node.outputs[0]
+    output.name, output.shape, output.type = f"{codes} dequantized", value.shape, scale.type
+    replacement = output if scale.dtype == value.dtype else _cast(graph, output, value)
+    graph.insert_before(graph[0], node)
+    return replacement
 
 
 def _dequantize_name(weight: StoredWeight) -> str:
