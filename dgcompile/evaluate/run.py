@@ -142,7 +142,7 @@ def evaluate(
     )
 
 
-def read_examples(path: Path, limit: int | None = None) -> list[Example]:
+def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """Reads a file with one ``{"prompt": "...", "answer": "..."}`` a line; the answer may be missing.
 
     Args:
@@ -152,6 +152,7 @@ def read_examples(path: Path, limit: int | None = None) -> list[Example]:
     Raises:
         RequestError: the file cannot be read, has no prompt or a malformed line; names the line.
     """
+    path = Path(path)
     prompts = read_prompts(path)
     lines = [line for line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1) if line[1].strip()]
     examples = []
