@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import dgcompile.evaluate.run as run_module
-from dgcompile.bundle import MANIFEST_FILE
+from dgcompile.bundle import GENERATION_CONFIG_FILE, MANIFEST_FILE
 from dgcompile.errors import BundleError, RequestError
 from dgcompile.evaluate import EvaluationReport, Example, evaluate, first_step_logits, open_graphs, read_examples
 from dgcompile.evaluate.metrics import LOGITS
@@ -100,15 +100,25 @@ def test_noise_shows_everywhere(noisy: EvaluationReport) -> None:
 
 
 def test_rows_beside_a_prompt_change_nothing(
-    bundle: Path, noisy_bundle: Path, noisy: EvaluationReport, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, noisy_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A token that ends two of the reference's texts early: their rows leave the batch and others take their places.
+    ending = Path(shutil.copytree(noisy_bundle, tmp_path / "ending"))
+    config = json.loads((ending / GENERATION_CONFIG_FILE).read_text())
+    config["eos_token_id"] = [206]
+    rewrite(ending, GENERATION_CONFIG_FILE, json.dumps(config).encode())
+    together = evaluate(ending, bundle, prompts=EXAMPLES, threads=1)
+    # The first rows of a batch are those with the longest prompts.
+    canvases = [len(together.prompts[index].reference_steps) for index in (1, 0, 2, 3)]
+    assert canvases[0] < canvases[-1], canvases
     monkeypatch.setattr(run_module, "MAX_ROWS", 1)
-    alone = evaluate(noisy_bundle, bundle, prompts=EXAMPLES, threads=1)
-    assert alone.trajectory.kl == pytest.approx(noisy.trajectory.kl, rel=1e-3)
-    assert [step.canvases for step in alone.steps] == [step.canvases for step in noisy.steps]
-    for found, expected in zip(alone.prompts, noisy.prompts, strict=True):
+    alone = evaluate(ending, bundle, prompts=EXAMPLES, threads=1)
+    assert [step.canvases for step in alone.steps] == [step.canvases for step in together.steps]
+    for found, expected in zip(alone.steps, together.steps, strict=True):
         assert found.kl == pytest.approx(expected.kl, rel=1e-3)
-        assert found.candidate_text == expected.candidate_text
+    for one, other in zip(alone.prompts, together.prompts, strict=True):
+        assert one.kl == pytest.approx(other.kl, rel=1e-3)
+        assert (one.candidate_text, one.reference_text) == (other.candidate_text, other.reference_text)
 
 
 def test_first_step_logits_are_those_of_transformers(bundle: Path, checkpoint: Path) -> None:
