@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from typing import Any
@@ -131,5 +132,6 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'href="#', f'href="#{name}-', text)
     text = re.sub(r"url\(#", f"url(#{name}-", text)
-    text = re.sub(r"<svg ", f'<svg role="img" aria-label="{name}" ', text, count=1)
+    title = html.escape(figure.axes[0].get_title(loc="left"))
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     return text.replace(_TEXT, "currentColor")
