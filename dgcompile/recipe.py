@@ -220,7 +220,7 @@ class Recipe(BaseModel):
         of_class: dict[WeightClass, set[bool]] = {}
         for name in spec.expected_tensors():
             of_class.setdefault(weight_class(name), set()).add(name in names)
-        kept = {
+        kept: dict[str, WeightRecipe] = {
             weight_class_: WeightRecipe(format="fp8")
             for weight_class_, how in self.weights.items()
             if how.format in ("fp32", "bf16") and of_class[weight_class_] == {True}
@@ -287,11 +287,13 @@ class Recipe(BaseModel):
                     f"recipe {self.name!r} stores {weight_class_} in groups of {recipe.group_size}, which does not "
                     f"divide the {places} places of {name}",
                     expected=f"a group_size of {' or '.join(map(str, fitting))}" if fitting else "another format",
+                    fix="choose another recipe (`dgcompile recipes` lists them), or write one of your own",
                 )
             if experts and places % EXPERT_BLOCK:
                 raise RecipeError(
                     f"recipe {self.name!r} stores experts in int4, and {name} has {places} places",
                     expected=f"a multiple of {EXPERT_BLOCK}, the block of the kernels' layout",
+                    fix="choose another recipe (`dgcompile recipes` lists them), or write one of your own",
                 )
 
 

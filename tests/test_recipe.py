@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dgcompile.errors import RecipeError
 from dgcompile.model_spec import ModelSpec
@@ -54,7 +55,7 @@ def test_what_is_no_weight_has_no_class(name: str) -> None:
 def test_impossible_pairs_are_refused_by_name() -> None:
     recipe = Recipe.load("fp32")
     recipe.check(Target.load("cpu"))
-    with pytest.raises(RecipeError, match=r"'fp32' computes in float32, which target 'h100' does not.*bfloat16.*bf16"):
+    with pytest.raises(RecipeError, match=r"'fp32' computes in float32, which target 'h100' does not.*bfloat16.*w8a16"):
         recipe.check(Target.load("h100"))
     with pytest.raises(RecipeError, match=r"'bf16' computes in bfloat16, which target 'cpu' does not.*float32.*fp32"):
         Recipe.load("bf16").check(Target.load("cpu"))
@@ -92,5 +93,92 @@ def test_every_target_runs_its_default_recipe(target: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(RecipeError, match="unknown recipe 'fp64'; expected one of bf16, fp32, fp8, int4, w4a8, w8a16, or the path"):
+    with pytest.raises(
+        RecipeError, match="unknown recipe 'fp64'; expected one of bf16, fp32, fp8, int4, w4a8, w8a16, or the path"
+    ):
         Recipe.load("fp64")
+
+
+# quantized recipes ----------------------------------------------------------------------------------------------------
+
+INT4 = Path(__file__).parent.parent / "recipes" / "int4.yaml"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("router: bf16", "router: fp8", "router are stored as fp32 or bf16"),
+        ("norms: bf16", "norms: int4", "norms are stored as fp32 or bf16"),
+        ("self_conditioning: fp8", "self_conditioning: {format: int4, group_size: 32}", "fp32 or bf16 or fp8"),
+        ("embedding: bf16", "embedding: int4", "embedding are stored as fp32 or bf16 or fp8"),
+        ("attention: fp8", "attention: int4", "the group_size of attention in int4 must be 32 or 64 or 128"),
+        ("attention: fp8", "attention: {format: fp8, group_size: 32}", "group_size of attention in fp8 must be 0"),
+        ("experts: {format: int4, group_size: 32}", "experts: {format: int4, group_size: 128}", "must be 32 or 64"),
+        ("attention: fp8", "attention: {format: fp8, activations: fp8_dynamic}", "can be none or fp8_static"),
+        ("group_size: 32}", "group_size: 32, activations: fp8_static}", "can be none or fp8_dynamic"),
+        ("embedding: bf16", "embedding: {format: fp8, activations: fp8_static}", "embedding in fp8 can be none"),
+        ("group_size: 32}", "group_sizes: 32}", "unknown key 'weights.experts.group_sizes'"),
+    ],
+)
+def test_what_a_class_cannot_be_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = INT4.read_text()
+    assert old in text
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(RecipeError) as raised:
+        Recipe.load(file)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["fp8", "w8a16", "int4", "w4a8"])
+@pytest.mark.parametrize("target", list_targets())
+def test_quantized_recipes_run_everywhere_in_the_targets_own_dtype(name: str, target: str) -> None:
+    found = Target.load(target)
+    recipe = Recipe.load(name).for_target(found)
+    assert recipe.activation_dtype == recipe.kv_cache == found.activation_dtypes[0]
+
+
+def test_a_cache_in_another_dtype_is_refused() -> None:
+    recipe = Recipe.load("int4").model_copy(update={"kv_cache": "bfloat16"})
+    recipe.for_target(Target.load("h100"))
+    with pytest.raises(RecipeError, match=r"'int4' keeps the KV cache in bfloat16 and computes in float32"):
+        recipe.for_target(Target.load("cpu"))
+
+
+def test_targets_that_lack_a_format_or_a_rounding_are_named() -> None:
+    h100 = Target.load("h100")
+    with pytest.raises(RecipeError, match=r"'w4a8' rounds the activations of experts to fp8_dynamic, which target"):
+        Recipe.load("w4a8").check(h100.model_copy(update={"activation_formats": ("fp8_static",)}))
+    with pytest.raises(RecipeError, match=r"'int4' stores attention as fp8, which target 'h100' does not run"):
+        Recipe.load("int4").check(h100.model_copy(update={"weight_formats": ("bf16", "int4")}))
+
+
+def spec_of(**sizes: int) -> ModelSpec:
+    return ModelSpec.from_config(tiny_config(**{"hidden_size": 64, "intermediate_size": 64, **sizes}))
+
+
+def test_groups_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    published = spec_of(hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704)
+    for name in list_recipes():
+        Recipe.load(name).check_model(published)
+    text = INT4.read_text()
+    dense = "dense_mlp: {format: int4, group_size: 128}"
+    recipe = Recipe.model_validate(yaml.safe_load(text.replace("dense_mlp: {format: int4, group_size: 32}", dense)))
+    with pytest.raises(RecipeError, match=r"dense_mlp in groups of 128.* the 2112 places of .*expected.* 32 or 64"):
+        recipe.check_model(published)
+    with pytest.raises(
+        RecipeError, match=r"experts in groups of 32.* 40 places of .*down_proj; expected another format"
+    ):
+        Recipe.load("int4").check_model(spec_of(moe_intermediate_size=40))
+    with pytest.raises(RecipeError, match=r"experts in int4, and .*down_proj has 96 places; expected a multiple of 64"):
+        Recipe.load("int4").check_model(spec_of(moe_intermediate_size=96))
+
+
+def test_what_a_checkpoint_has_in_fp8_stays_so() -> None:
+    spec = spec_of()
+    attention = {name for name in spec.expected_tensors() if weight_class(name) == "attention"}
+    recipe = Recipe.load("fp8")
+    assert recipe.keeping_fp8(attention, spec).weights.attention.text == "fp8"
+    assert recipe.keeping_fp8(attention, spec).weights.dense_mlp == recipe.weights.dense_mlp
+    # One that is not in FP8, and the class is as the recipe says.
+    assert recipe.keeping_fp8(attention - {min(attention)}, spec) == recipe

@@ -87,7 +87,7 @@ def main() -> int:
         build(
             options.checkpoint,
             target,
-            Recipe.load(target.default_recipe),
+            Recipe.load("fp32" if target.backend == "onnxruntime" else "bf16"),
             options.output,
             max_context=options.max_context,
             progress=Ending(label, count, action),

@@ -1,4 +1,4 @@
-"""Number formats: what is packed comes back, kernels and onnxruntime read the same bytes, and rounding is the best one."""
+"""Number formats: what is packed comes back, kernels and onnxruntime read the same bytes, rounding is the best one."""
 
 from __future__ import annotations
 
