@@ -45,6 +45,8 @@ generation_module: Any = generation_diffusion_gemma
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _FP8 = {"num_bits": (4, 3), "axis": None}
 _MAX_CANVASES = 2
+_SMALL_MODEL = 100_000_000
+"""Parameters."""
 
 
 def main() -> None:
@@ -88,6 +90,9 @@ def _calibrate(job: CalibrationJob, emit: Emit) -> Calibration:
     checkpoint = Checkpoint.open(Path(job.checkpoint))
     prompts = _encoded(job, checkpoint)
     model = load_model(checkpoint)
+    if sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL:
+        # A second thread would only wait for the first, and beside another busy process for long.
+        torch.set_num_threads(1)
     share_modules(model)
     config = checkpoint.generation
     # The second canvas is there because the encoder then reads generated text, too.
