@@ -25,10 +25,10 @@ INPUT_SCALE = "input_scale"
 
 FORMATS_OF: dict[WeightClass, tuple[WeightFormat, ...]] = {
     "experts": ("fp32", "bf16", "fp8", "int4"),
-    "attention": ("fp32", "bf16", "fp8", "int4"),
-    "dense_mlp": ("fp32", "bf16", "fp8", "int4"),
+    "attention": ("fp32", "bf16", "fp8", "int8", "int4"),
+    "dense_mlp": ("fp32", "bf16", "fp8", "int8", "int4"),
     # Its output enters every position of every denoising step: never less than 8 bits.
-    "self_conditioning": ("fp32", "bf16", "fp8"),
+    "self_conditioning": ("fp32", "bf16", "fp8", "int8"),
     # Also the LM head, and what soft embeddings are made of.
     "embedding": ("fp32", "bf16", "fp8"),
     # A millionth of the weights, and a decision that rounding turns over costs a token its experts.
@@ -211,7 +211,7 @@ class Recipe(BaseModel):
 
     def keeping_fp8(self, names: Collection[str], spec: ModelSpec) -> Recipe:
         """The recipe for a checkpoint that has some weights in FP8: classes that it has in FP8 throughout, and that the
-        recipe would store in more bits, stay as they are. More bits would round again and gain nothing.
+        recipe would store in as many bits or more, stay as they are. All else would round again and gain nothing.
 
         Args:
             names: canonical names of the weights in FP8.
@@ -223,7 +223,7 @@ class Recipe(BaseModel):
         kept: dict[str, WeightRecipe] = {
             weight_class_: WeightRecipe(format="fp8")
             for weight_class_, how in self.weights.items()
-            if how.format in ("fp32", "bf16") and of_class[weight_class_] == {True}
+            if how.format in ("fp32", "bf16", "int8") and of_class[weight_class_] == {True}
         }
         return self.model_copy(update={"weights": self.weights.model_copy(update=kept)})
 

@@ -101,7 +101,18 @@ def test_an_unknown_name() -> None:
 
 # quantized recipes ----------------------------------------------------------------------------------------------------
 
-INT4 = Path(__file__).parent.parent / "recipes" / "int4.yaml"
+DENSE_INT4 = """
+name: mine
+title: mine
+weights:
+  experts: {format: int4, group_size: 32}
+  attention: fp8
+  dense_mlp: {format: int4, group_size: 32}
+  self_conditioning: fp8
+  embedding: bf16
+  router: bf16
+  norms: bf16
+"""
 
 
 @pytest.mark.parametrize(
@@ -121,10 +132,9 @@ INT4 = Path(__file__).parent.parent / "recipes" / "int4.yaml"
     ],
 )
 def test_what_a_class_cannot_be_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
-    text = INT4.read_text()
-    assert old in text
+    assert old in DENSE_INT4
     file = tmp_path / "mine.yaml"
-    file.write_text(text.replace(old, new, 1))
+    file.write_text(DENSE_INT4.replace(old, new, 1))
     with pytest.raises(RecipeError) as raised:
         Recipe.load(file)
     assert message in str(raised.value)
@@ -149,7 +159,7 @@ def test_targets_that_lack_a_format_or_a_rounding_are_named() -> None:
     h100 = Target.load("h100")
     with pytest.raises(RecipeError, match=r"'w4a8' rounds the activations of experts to fp8_dynamic, which target"):
         Recipe.load("w4a8").check(h100.model_copy(update={"activation_formats": ("fp8_static",)}))
-    with pytest.raises(RecipeError, match=r"'int4' stores attention as fp8, which target 'h100' does not run"):
+    with pytest.raises(RecipeError, match=r"'int4' stores attention as int8, which target 'h100' does not run"):
         Recipe.load("int4").check(h100.model_copy(update={"weight_formats": ("bf16", "int4")}))
 
 
@@ -161,23 +171,27 @@ def test_groups_that_do_not_divide_are_refused_with_those_that_do() -> None:
     published = spec_of(hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704)
     for name in list_recipes():
         Recipe.load(name).check_model(published)
-    text = INT4.read_text()
     dense = "dense_mlp: {format: int4, group_size: 128}"
-    recipe = Recipe.model_validate(yaml.safe_load(text.replace("dense_mlp: {format: int4, group_size: 32}", dense)))
+    text = DENSE_INT4.replace("dense_mlp: {format: int4, group_size: 32}", dense)
     with pytest.raises(RecipeError, match=r"dense_mlp in groups of 128.* the 2112 places of .*expected.* 32 or 64"):
-        recipe.check_model(published)
+        Recipe.model_validate(yaml.safe_load(text)).check_model(published)
+    mine = Recipe.model_validate(yaml.safe_load(DENSE_INT4))
     with pytest.raises(
         RecipeError, match=r"experts in groups of 32.* 40 places of .*down_proj; expected another format"
     ):
-        Recipe.load("int4").check_model(spec_of(moe_intermediate_size=40))
+        mine.check_model(spec_of(moe_intermediate_size=40))
     with pytest.raises(RecipeError, match=r"experts in int4, and .*down_proj has 96 places; expected a multiple of 64"):
+        mine.check_model(spec_of(moe_intermediate_size=96))
+    with pytest.raises(
+        RecipeError, match=r"experts in groups of 64.* 96 places of .*down_proj; expected a group_size of 32"
+    ):
         Recipe.load("int4").check_model(spec_of(moe_intermediate_size=96))
 
 
 def test_what_a_checkpoint_has_in_fp8_stays_so() -> None:
     spec = spec_of()
     attention = {name for name in spec.expected_tensors() if weight_class(name) == "attention"}
-    recipe = Recipe.load("fp8")
+    recipe = Recipe.load("bf16")
     assert recipe.keeping_fp8(attention, spec).weights.attention.text == "fp8"
     assert recipe.keeping_fp8(attention, spec).weights.dense_mlp == recipe.weights.dense_mlp
     # One that is not in FP8, and the class is as the recipe says.

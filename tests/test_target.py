@@ -32,7 +32,7 @@ def test_every_listed_target_loads_under_its_own_name() -> None:
 def test_the_cpu_states_nothing_about_the_machine() -> None:
     cpu = Target.load("cpu")
     assert (cpu.backend, cpu.compute_capability, cpu.memory_bytes, cpu.flops) == ("onnxruntime", None, None, {})
-    assert cpu.weight_formats == ("fp32", "bf16", "fp8", "int4")
+    assert cpu.weight_formats == ("fp32", "bf16", "fp8", "int8", "int4")
 
 
 def test_gpu_facts() -> None:

@@ -32,6 +32,7 @@ _STORED_DTYPES = {
     "F16": ir.DataType.FLOAT16,
     "BF16": ir.DataType.BFLOAT16,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "I8": ir.DataType.INT8,
     "U8": ir.DataType.UINT8,
 }
 _FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})

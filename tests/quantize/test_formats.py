@@ -19,7 +19,7 @@ from dgcompile.quantize import formats
 from dgcompile.quantize.formats import FORMATS, SCALE
 from dgcompile.safetensors_file import DTYPE_BITS, tensor_nbytes
 
-CASES = [("fp32", 0), ("bf16", 0), ("fp8", 0), ("int4", 32), ("int4", 64)]
+CASES = [("fp32", 0), ("bf16", 0), ("fp8", 0), ("int8", 0), ("int4", 32), ("int4", 64)]
 SHAPES = {"dense": (6, 192), "experts": (3, 5, 128)}
 
 
@@ -88,11 +88,11 @@ def test_experts_are_what_the_kernels_unpack(group: int, chunk: int, monkeypatch
     np.testing.assert_array_equal(fp8[SCALE].numpy(), scale)
 
 
-@pytest.mark.parametrize(("name", "group"), [("fp8", 0), ("int4", 32), ("int4", 64), ("int4", 128)])
+@pytest.mark.parametrize(("name", "group"), [("fp8", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)])
 def test_dense_weights_are_what_onnxruntime_dequantizes(name: Any, group: int) -> None:
     shape = (7, 256)
     parts = FORMATS[name].encode(random_weight(shape), group, "F32")
-    element = TensorProto.INT4 if group else TensorProto.FLOAT8E4M3FN
+    element = {"fp8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8, "int4": TensorProto.INT4}[name]
     codes, scale = parts[""].view(torch.uint8).numpy().tobytes(), parts[SCALE].numpy()
     options = {"axis": 1, "block_size": group} if group else {"axis": 0}
     graph = helper.make_graph(
@@ -143,7 +143,7 @@ def test_values_that_hurt(name: Any, group: int) -> None:
     # Each matrix keeps its own precision.
     for expert in (1, 4):
         error = (values[expert] - weight[expert]).norm() / weight[expert].norm()
-        assert error < {"fp32": 1e-9, "bf16": 3e-3, "fp8": 0.04, "int4": 0.2}[name]
+        assert error < {"fp32": 1e-9, "bf16": 3e-3, "fp8": 0.04, "int8": 0.02, "int4": 0.2}[name]
 
 
 def test_weights_beyond_a_format_are_refused() -> None:
