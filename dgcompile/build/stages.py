@@ -300,7 +300,13 @@ _TRACE = Stage(
 _CALIBRATION = Stage(
     "calibration",
     ("torch", "transformers", "nvidia-modelopt"),
-    ("dgcompile.quantize.calibration", "dgcompile.quantize.calibration_worker"),
+    (
+        "dgcompile.quantize.calibration",
+        "dgcompile.quantize.calibration_worker",
+        "dgcompile.transformers_model",
+        "dgcompile.checkpoint",
+        "dgcompile.published",
+    ),
     _calibration_inputs,
     _calibrate,
 )
@@ -310,7 +316,9 @@ _WEIGHTS = Stage(
     (
         "dgcompile.quantize.convert",
         "dgcompile.quantize.formats",
+        "dgcompile.quantize.requantize",
         "dgcompile.plugins.moe.formats",
+        "dgcompile.published",
         "dgcompile.weights_store",
         "dgcompile.safetensors_file",
         "dgcompile.checkpoint",
