@@ -187,6 +187,7 @@ def _load(bundle: Bundle, graph: GraphName, inside: Sequence[str], threads: int 
     options.intra_op_num_threads = threads or 0
     # As in the runtime's own session: the weights stay mapped from the file, and no shape is remembered.
     options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path.resolve()))
     options.enable_mem_pattern = False
     try:

@@ -36,6 +36,9 @@ CLIP_RATIOS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.70)
 """Scales that the search for the least squared error tries, as shares of the one that clips nothing. Below 0.7 no group
 of the trained example has its best one (docs/accuracy.md)."""
 
+E4M3_TOPS = (448, 416, 384, 352, 320, 288, 256)
+"""What a channel's largest magnitude may become: the numbers of the highest binade. Each gives a scale to try."""
+
 _INT8_MAX = 127
 
 _CHUNK = 1 << 18
@@ -101,7 +104,7 @@ class _Plain(NumberFormat):
 
 
 class _Fp8(NumberFormat):
-    """E4M3 with one scale per output channel, which brings the channel's largest magnitude to 448.
+    """E4M3 with one scale per output channel, chosen for the least squared error of the channel.
 
     Scales are float32 everywhere: they are few, and those of published checkpoints stay exact.
     """
@@ -117,11 +120,14 @@ class _Fp8(NumberFormat):
     def encode(self, weight: Tensor, group_size: int, scale_dtype: str) -> dict[str, Tensor]:
         import torch
 
-        scale = weight.abs().amax(dim=-1).float() / FP8_MAX
-        scale.masked_fill_(scale == 0, 1.0)
-        # A scale that was rounded down puts the largest magnitude beyond 448, which torch would make NaN.
-        scaled = torch.div(weight.float(), scale[..., None]).clamp_(-FP8_MAX, FP8_MAX)
-        return {"": scaled.to(torch.float8_e4m3fn), SCALE: scale}
+        rows = weight.reshape(-1, weight.shape[-1])
+        codes, scales = torch.empty(rows.shape, dtype=torch.float8_e4m3fn), torch.empty(len(rows))
+
+        def convert(_: int, where: slice) -> None:
+            codes[where], scales[where] = _nearest_e4m3(rows[where].float())
+
+        _in_parallel(convert, [(0, where) for where in _chunks(*rows.shape)])
+        return {"": codes.view(weight.shape), SCALE: scales.view(weight.shape[:-1])}
 
     def decode(self, parts: Mapping[str, Tensor], group_size: int) -> Tensor:
         return parts[""].float().mul_(parts[SCALE][..., None])
@@ -195,8 +201,7 @@ class _Int4(NumberFormat):
                 codes[rows] = _pack_pairs(quantized).permute(1, 2, 0).flatten(1)
                 scales[rows] = scale
 
-        rows_at_once = max(1, _CHUNK // shape[-1])
-        slices = [slice(first, first + rows_at_once) for first in range(0, shape[-2], rows_at_once)]
+        slices = _chunks(*shape[-2:])
         _in_parallel(convert, [(index, rows) for index in range(shape[0] if experts else 1) for rows in slices])
         return {"": codes, SCALE: scales}
 
@@ -217,6 +222,12 @@ FORMATS: dict[WeightFormat, NumberFormat] = {
 """Every format by its name."""
 
 
+def _chunks(rows: int, places: int) -> list[slice]:
+    """Rows [N, K] in pieces that a core's cache holds."""
+    at_once = max(1, _CHUNK // places)
+    return [slice(first, first + at_once) for first in range(0, rows, at_once)]
+
+
 def _in_parallel(work: Callable[[int, slice], None], tasks: list[tuple[int, slice]]) -> None:
     """Does tasks that do not touch each other's results, each on one thread: torch's own threads would wait for one
     another after every step of a task, which beside other processes takes longer than the step."""
@@ -226,11 +237,41 @@ def _in_parallel(work: Callable[[int, slice], None], tasks: list[tuple[int, slic
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads) as pool:
-            # To the end of the first that fails; the others' errors, if any, are the same kind.
             for _ in pool.map(lambda task: work(*task), tasks):
                 pass
     finally:
         torch.set_num_threads(threads)
+
+
+def _nearest_e4m3(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] and float32 scales [N] of float32 rows [N, K]. A row of zeros gets scale 1."""
+    import torch
+
+    largest = rows.abs().amax(dim=-1)
+    scaled, split = torch.empty_like(rows), torch.empty_like(rows)
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale = torch.ones_like(largest)
+    for top in E4M3_TOPS:
+        scale = largest / top
+        scale.masked_fill_(scale == 0, 1.0)
+        torch.div(rows, scale[:, None], out=scaled)
+        # Veltkamp's splitting: what is left of a float32 are its four leading bits, E4M3's significand (subnormals,
+        # below 2**-14 of the largest, hardly count here).
+        torch.mul(scaled, 2.0**20 + 1, out=split)
+        torch.sub(split, scaled, out=scaled)
+        split.sub_(scaled).mul_(scale[:, None]).sub_(rows).square_()
+        error = split.sum(dim=-1)
+        better = error < best_error
+        torch.where(better, error, best_error, out=best_error)
+        torch.where(better, scale, best_scale, out=best_scale)
+    return _to_e4m3(rows, best_scale), best_scale
+
+
+def _to_e4m3(rows: Tensor, scale: Tensor) -> Tensor:
+    import torch
+
+    # A scale that was rounded down puts the largest magnitude beyond 448, which torch would make NaN.
+    return torch.div(rows, scale[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def _least_squares(grouped: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -83,9 +83,8 @@ def test_experts_are_what_the_kernels_unpack(group: int, chunk: int, monkeypatch
     unpacked = kernel_formats.int4_dequantize(int4[""].numpy(), int4[SCALE].numpy(), 192, group)
     np.testing.assert_array_equal(unpacked.astype(np.float32), FORMATS["int4"].decode(int4, group).numpy())
     fp8 = FORMATS["fp8"].encode(weight, 0, "BF16")
-    codes, scale = kernel_formats.fp8_quantize(weight.numpy())
-    np.testing.assert_array_equal(fp8[""].view(torch.uint8).numpy(), codes)
-    np.testing.assert_array_equal(fp8[SCALE].numpy(), scale)
+    unpacked = kernel_formats.fp8_dequantize(fp8[""].view(torch.uint8).numpy(), fp8[SCALE].numpy())
+    np.testing.assert_array_equal(unpacked.astype(np.float32), FORMATS["fp8"].decode(fp8, 0).numpy())
 
 
 @pytest.mark.parametrize(("name", "group"), [("fp8", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)])
@@ -124,6 +123,15 @@ def test_no_group_is_worse_than_rounded_to_nearest(group: int) -> None:
 
     assert bool((errors(searched) <= errors(nearest) * (1 + 1e-6)).all())
     assert errors(searched).sum() < 0.95 * errors(nearest).sum()
+
+
+def test_no_channel_in_e4m3_is_worse_than_with_its_largest_at_448() -> None:
+    weight = random_weight((40, 128), 6)
+    searched = FORMATS["fp8"].decode(FORMATS["fp8"].encode(weight, 0, "F32"), 0)
+    plain = torch.from_numpy(kernel_formats.fp8_dequantize(*kernel_formats.fp8_quantize(weight.numpy())))
+    errors = [(values - weight).square().sum(-1) for values in (searched, plain)]
+    assert bool((errors[0] <= errors[1] * (1 + 1e-6)).all())
+    assert errors[0].sum() < 0.95 * errors[1].sum()
 
 
 @pytest.mark.parametrize(("name", "group"), CASES)
