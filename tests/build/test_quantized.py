@@ -1,0 +1,181 @@
+"""Builds of a recipe with every kind of number format: from the checkpoint to text, and to engines for an RTX 5090."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from dgcompile.build import build
+from dgcompile.bundle import CALIBRATION_FILE, WEIGHTS_FILE, Bundle
+from dgcompile.contract import GRAPH_FILES
+from dgcompile.engine_table import EngineTable, layers_file, table_file
+from dgcompile.errors import CheckpointError, InputError, RecipeError, StageError
+from dgcompile.quantize.calibration import Calibration
+from dgcompile.recipe import Recipe
+from dgcompile.runtime.pipeline import Pipeline
+from dgcompile.safetensors_file import read_header
+from dgcompile.target import Target
+from dgcompile.weights_store import class_sizes, with_static_scale
+from tests.build.helpers import Labels, content, unfinished_copy
+from tests.models import random_checkpoint
+
+EXPERTS = "model.decoder.layers.0.experts.gate_up_proj"
+EVERYTHING = """
+name: everything
+title: every number format
+weights:
+  experts: {format: int4, group_size: 32, activations: fp8_dynamic}
+  attention: int8
+  dense_mlp: {format: fp8, activations: fp8_static}
+  self_conditioning: fp8
+  embedding: bf16
+  router: bf16
+  norms: bf16
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that quantizes in every format, with heads that kernels take and prompts to calibrate with."""
+    folder = random_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"),
+        layers=("sliding", "full"),
+        hidden=64,
+        intermediate=64,
+        moe_intermediate=64,
+        head_dim=16,
+        full_head_dim=32,
+    )
+    prompts = [json.dumps({"prompt": text}) for text in ("One", "and two", "and three")]
+    (folder / "calibration.jsonl").write_text("\n".join(prompts) + "\n")
+    return folder
+
+
+def recipe() -> Recipe:
+    return Recipe.model_validate(yaml.safe_load(EVERYTHING))
+
+
+def quantized_build(source: Path, folder: Path, target: str = "cpu", **options: Any) -> list[str]:
+    progress = Labels()
+    build(source, Target.load(target), recipe(), folder, progress=progress, **options)
+    return progress.stages
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cpu bundle of ``source``. Shared by all tests: do not write into it."""
+    folder = tmp_path_factory.mktemp("bundles") / "cpu"
+    stages = quantized_build(source, folder)
+    assert stages == ["assets", "trace", "calibration", "weights", "engine"]
+    assert quantized_build(source, folder) == []
+    return folder
+
+
+def test_from_the_checkpoint_to_text(built: Path) -> None:
+    pipeline = Pipeline.open(built)
+    config = pipeline.bundle.generation.replace(max_new_tokens=20)
+    result = pipeline.generate([pipeline.encode([{"role": "user", "content": "One"}])], config, [1])[0]
+    assert 0 < len(result.token_ids) <= 20
+
+
+def test_ranges_are_kept_and_weights_as_small_as_promised(built: Path) -> None:
+    bundle = Bundle.open(built)
+    calibration = Calibration.model_validate_json((built / CALIBRATION_FILE).read_bytes())
+    assert set(calibration.input_amax) == set(with_static_scale(bundle.spec, bundle.recipe))
+    assert calibration.report.prompts == 3
+    stored = load_file(built / WEIGHTS_FILE)
+    for name, amax in calibration.input_amax.items():
+        assert float(stored[name.replace("weight", "input_scale")]) == pytest.approx(amax / 448)
+    sizes = class_sizes(bundle.spec, bundle.recipe, read_header(built / WEIGHTS_FILE))
+    assert sizes["experts"].bits == 4.5
+    assert all(size.stored_bytes == size.exact_bytes for size in sizes.values())
+
+
+@pytest.mark.parametrize("stage", ["calibration", "weights"])
+def test_a_killed_build_ends_with_the_same_bytes(source: Path, built: Path, tmp_path: Path, stage: Any) -> None:
+    folder = unfinished_copy(built, tmp_path / "bundle", stage)
+    (folder / f"{WEIGHTS_FILE}.partial").write_bytes(b"half")
+    assert stage in quantized_build(source, folder)
+    assert content(folder) == content(built)
+
+
+def test_other_prompts_calibrate_again(source: Path, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "bundle")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "something else"}\n')
+    stages = quantized_build(source, Path(folder), calibration=other)
+    assert "calibration" in stages and "trace" not in stages
+    assert (Path(folder) / CALIBRATION_FILE).read_bytes() != (built / CALIBRATION_FILE).read_bytes()
+
+
+def test_engines_for_an_rtx_5090_multiply_what_the_recipe_says(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    folder = tmp_path / "bundle"
+    quantized_build(source, folder, "rtx5090", max_context=96)
+    for graph in GRAPH_FILES:
+        layers = (folder / layers_file(graph)).read_text()
+        # Dense weights stay in their formats, and MLPs with static scales are FP8 products.
+        assert re.search(r"Constants: \[[^\n]*?Datatype: Int8", layers), graph
+        assert re.search(r"LayerType: gemm, Inputs: \[[^\]]*\][^\n]*Datatype: FP8", layers), graph
+        weights = {tensor.name: tensor for tensor in EngineTable.read(folder / table_file(graph)).weights}
+        assert (weights[EXPERTS].dtype, weights[EXPERTS].shape[1:]) == ("int8", (1, 128, 32))
+        assert (weights[EXPERTS + "_scale"].dtype, weights[EXPERTS + "_scale"].shape[1:]) == ("float16", (2, 128))
+
+
+# refused before any work ----------------------------------------------------------------------------------------------
+
+
+def refused(error: type[Exception], source: Path, folder: Path, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        quantized_build(source, folder, **options)
+    return str(caught.value)
+
+
+def without_prompts(source: Path, folder: Path) -> Path:
+    copy = shutil.copytree(source, folder)
+    (copy / "calibration.jsonl").unlink()
+    return Path(copy)
+
+
+def test_prompts_that_are_missing_or_for_nothing(source: Path, tmp_path: Path) -> None:
+    bare = without_prompts(source, tmp_path / "bare")
+    text = refused(InputError, bare, tmp_path / "out")
+    assert "calibration.jsonl is missing" in text and "--calibration FILE" in text
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="recipe 'int4', which has no static scales"):
+        build(
+            source, Target.load("cpu"), Recipe.load("int4"), tmp_path / "out", calibration=source / "calibration.jsonl"
+        )
+
+
+def test_shapes_that_do_not_divide(tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "checkpoint", hidden=64, intermediate=64, moe_intermediate=16)
+    text = refused(RecipeError, source, tmp_path / "out")
+    assert "experts in groups of 32" in text and "16 places" in text
+
+
+def test_a_weight_that_is_not_finite_or_too_large(source: Path, built: Path, tmp_path: Path) -> None:
+    for value, message in ((float("nan"), "holds NaN or infinity"), (1e6, "does not fit int4 g32 fp8_dynamic")):
+        damaged = Path(shutil.copytree(source, tmp_path / f"source {value}"))
+        tensors = load_file(damaged / "model.safetensors")
+        tensors[EXPERTS][0, 0, 0] = value
+        save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+        # The graphs of the undamaged one will do: only the weights are to be made.
+        folder = unfinished_copy(built, tmp_path / f"bundle {value}", "weights")
+        with pytest.raises((CheckpointError, StageError)) as caught:
+            from dgcompile.checkpoint import Checkpoint
+            from dgcompile.quantize.convert import convert_weights
+
+            ranges = Calibration.model_validate_json((folder / CALIBRATION_FILE).read_bytes()).input_amax
+            convert_weights(
+                Checkpoint.open(damaged), recipe().for_target(Target.load("cpu")), folder, input_amax=ranges
+            )
+        assert EXPERTS in str(caught.value) and message in str(caught.value)
+        assert not (folder / WEIGHTS_FILE).exists()
