@@ -30,12 +30,13 @@ from dgcompile.quantize import convert
 from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import read_header
+from dgcompile.target import Target
 from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, plan
 from tests.tiny_checkpoint import TENSORS_PER_CHECKPOINT, split, tiny_config, tiny_tensors, write_checkpoint
 
 EXPERTS = "model.decoder.layers.1.experts.down_proj"
 PARTIAL_FILE = WEIGHTS_FILE + ".partial"
-RECIPE = Recipe.load("fp32")
+RECIPE = Recipe.load("fp32").for_target(Target.load("cpu"))
 KILLED_AT = """
 import os, signal, sys
 from contextlib import contextmanager
@@ -45,8 +46,10 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
+from dgcompile.target import Target
 
-source, folder, flush_bytes, *points = sys.argv[1:]
+source, folder, recipe_name, flush_bytes, *points = sys.argv[1:]
+recipe = Recipe.load(recipe_name).for_target(Target.load("cpu"))
 
 class Killer(Progress):
     @contextmanager
@@ -65,7 +68,7 @@ for point in map(int, points):
     if not child:
         target = Path(folder) / str(point)
         target.mkdir()
-        convert_weights(Checkpoint.open(source), Recipe.load("fp32"), target, Killer(), flush_bytes=int(flush_bytes))
+        convert_weights(Checkpoint.open(source), recipe, target, Killer(), flush_bytes=int(flush_bytes))
         os._exit(0)
     print(point, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -179,7 +182,7 @@ def test_killed_at_any_point_the_next_run_finishes_with_the_same_bytes(
     source: Path, undisturbed: bytes, tmp_path: Path, flush_bytes: int
 ) -> None:
     points = [0, 1, 2, 13, 30, TENSORS_PER_CHECKPOINT - 1, TENSORS_PER_CHECKPOINT]
-    arguments = [str(source), str(tmp_path), str(flush_bytes), *map(str, points)]
+    arguments = [str(source), str(tmp_path), "fp32", str(flush_bytes), *map(str, points)]
     run = subprocess.run([sys.executable, "-c", KILLED_AT, *arguments], capture_output=True, text=True, check=True)
     assert run.stdout.split() == [str(part) for point in points for part in (point, -signal.SIGKILL)]
     for point in points:
@@ -194,6 +197,30 @@ def test_killed_at_any_point_the_next_run_finishes_with_the_same_bytes(
         redone = conversions(partial(converted, source, folder))
         assert redone == TENSORS_PER_CHECKPOINT - finished
         assert (folder / WEIGHTS_FILE).read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("name", ["int4", "w8a16"])
+def test_quantized_weights_are_the_same_bytes_however_they_came_about(name: str, tmp_path: Path) -> None:
+    recipe = Recipe.load(name).for_target(Target.load("cpu"))
+    config = tiny_config(hidden_size=64, intermediate_size=64, moe_intermediate_size=64)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ModelSpec.from_config(config).expected_tensors()
+    tensors = {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
+    whole = Checkpoint.open(write_checkpoint(tmp_path / "whole", tensors, config=config))
+    expected = convert_weights(whole, recipe, tmp_path).sha256
+    shards = split(sorted(tensors, key=lambda key: key[::-1]), 5)
+    sharded = Checkpoint.open(write_checkpoint(tmp_path / "sharded", tensors, shards=shards, config=config))
+    assert convert_weights(sharded, recipe, tmp_path).sha256 == expected
+    points = [0, 1, 2, 17, 40, 70]
+    arguments = [str(tmp_path / "whole"), str(tmp_path / "killed"), name, "1", *map(str, points)]
+    (tmp_path / "killed").mkdir()
+    run = subprocess.run([sys.executable, "-c", KILLED_AT, *arguments], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [str(part) for point in points for part in (point, -signal.SIGKILL)]
+    for point in points:
+        folder = tmp_path / "killed" / str(point)
+        assert not (folder / WEIGHTS_FILE).exists()
+        assert convert_weights(whole, recipe, folder).sha256 == expected
+        assert hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest() == expected
 
 
 def conversions(work: Callable[[], object]) -> int:
