@@ -1,4 +1,4 @@
-"""Time and memory of quantizing the experts of one layer of the published model: [128, 1408, 2816] and [128, 2816, 704].
+"""Time and memory of quantizing one layer's experts of the published size: [128, 1408, 2816] and [128, 2816, 704].
 
     python scripts/measure_quantize.py [--format int4] [--group-size 32]
 
