@@ -183,6 +183,11 @@ class Recipe(BaseModel):
         return self.activation_dtype
 
     @property
+    def quantizes(self) -> bool:
+        """Whether it stores weights, or multiplies activations, in less than 16 bits."""
+        return any(how.format not in ("fp32", "bf16") for _, how in self.weights.items())
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether products have a static scale of their activations."""
         return any(recipe.activations == "fp8_static" for _, recipe in self.weights.items())

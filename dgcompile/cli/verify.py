@@ -61,6 +61,9 @@ def command(
     With --backend, compare the engines of a bundle for a GPU with its own ONNX graphs, output for output: two encoder
     calls and two denoising steps on random tokens. This runs on the machine with the GPU and needs no checkpoint.
 
+    A quantized bundle is expected to differ, unless the checkpoint was quantized alike: `dgcompile evaluate` measures
+    by how much.
+
     Exit code 0: every difference, if any, is explained by rounding. 1: the bundle differs.
     """
     from dgcompile.cli.render import progress
@@ -181,6 +184,8 @@ def _print(report: VerifyReport) -> None:
             out.print(f"and {len(differences) - SHOWN_DIFFERENCES} more: --json lists all")
     out.print()
     out.print("the bundle says what transformers says" if report.ok else "the bundle DIFFERS from transformers")
+    if report.quantized and not report.ok:
+        out.print("Its recipe rounds what transformers does not: `dgcompile evaluate` measures what that costs.")
 
 
 def _place(difference: Difference) -> str:

@@ -141,6 +141,7 @@ class VerifyReport(_Frozen):
     Attributes:
         bundle: the bundle's folder.
         checkpoint: the checkpoint's folder.
+        quantized: whether the bundle's recipe rounds, which the bounds here do not allow for.
         same_checkpoint: whether the bundle was built from exactly this checkpoint.
         tie_bound: :data:`TIE`.
         error_bound: :data:`MAX_RELATIVE_ERROR`.
@@ -151,6 +152,7 @@ class VerifyReport(_Frozen):
 
     bundle: str
     checkpoint: str
+    quantized: bool
     same_checkpoint: bool
     tie_bound: float = TIE
     error_bound: float = MAX_RELATIVE_ERROR

@@ -87,6 +87,7 @@ def verify(
     return VerifyReport(
         bundle=str(bundle),
         checkpoint=str(source.path),
+        quantized=pipeline.bundle.recipe.quantizes,
         same_checkpoint=source.fingerprint(progress) == pipeline.bundle.manifest.checkpoint,
         errors=comparison.sums.errors,
         step_shares=tuple(
