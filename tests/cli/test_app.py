@@ -201,7 +201,7 @@ def test_targets_and_recipes_as_json() -> None:
     assert targets["h100"]["compute_capability"] == "9.0"
     recipes = {recipe["name"]: recipe for recipe in json.loads(run("recipes", "--json").stdout)}
     assert recipes["bf16"]["targets"] == ["h100", "rtx5090"]
-    assert recipes["fp32"]["targets"] == ["cpu"] and recipes["fp32"]["weights"]["experts"] == "fp32"
+    assert recipes["fp32"]["targets"] == ["cpu"] and recipes["fp32"]["weights"]["experts"]["format"] == "fp32"
 
 
 def test_dgcompile_is_installed_as_a_command() -> None:
