@@ -19,7 +19,7 @@ from dgcompile.cli.text import format_bytes, format_seconds, print_json
         ("build google/diffusiongemma-26B-A4B-it --target rtx5090 -o dg", "A hub checkpoint, for an RTX 5090"),
         ("build CHECKPOINT --target h100 -o BUNDLE --max-batch 8", "For an H100 that serves 8 requests at a time"),
         (
-            "build CHECKPOINT --target cpu -o B --recipe fp8 --calibration MY.jsonl",
+            "build CHECKPOINT --target cpu -o B --recipe fp8 --calibration FILE",
             "With FP8 activations, on own prompts",
         ),
         ("build --resume BUNDLE", "On the H100's machine: the engines of a bundle that was begun elsewhere"),
