@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -12,6 +13,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dgcompile.errors import CheckpointError, DgcompileError
+
+_SHORT = reprlib.Repr()  # of values in messages: a file may hold anything
+_SHORT.maxstring = _SHORT.maxother = 80
 
 MAX_FILE_BYTES = 64 << 20
 """Largest config-like file that is read into memory."""
@@ -97,6 +101,13 @@ def read_yaml(path: Path, model: type[Model], *, error: type[DgcompileError]) ->
         values = yaml.load(read_bytes(path, error=error), Loader=_UniqueKeyLoader)
     except yaml.YAMLError as problem:
         raise error(f"{path} is not usable YAML: {' '.join(str(problem).split())}") from problem
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+    ) as problem:  # what PyYAML's own types make of bad values
+        raise error(f"{path} holds a value that its YAML type does not allow ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path} is nested too deeply") from problem
     if not isinstance(values, dict):
@@ -138,7 +149,7 @@ def validation_error(
     message = str(first["msg"]).removeprefix("Value error, ")
     if not first["loc"]:
         return error(f"{source}: {message}")
-    return error(f"{source}: {where} is {first.get('input')!r}: {message[:1].lower()}{message[1:]}")
+    return error(f"{source}: {where} is {_SHORT.repr(first.get('input'))}: {message[:1].lower()}{message[1:]}")
 
 
 def data_file_names(package: str) -> list[str]:
@@ -171,6 +182,13 @@ def find_data_file(source: str | Path, kind: str, package: str, *, error: type[D
 
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Plain data only, and no key twice: PyYAML would silently keep the last one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        # A few lines of aliases can stand for more values than memory holds.
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not read", mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         repeated = _first_repeated(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))

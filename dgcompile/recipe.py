@@ -215,8 +215,10 @@ class Recipe(BaseModel):
         return recipe
 
     def keeping_fp8(self, names: Collection[str], spec: ModelSpec) -> Recipe:
-        """The recipe for a checkpoint that has some weights in FP8: classes that it has in FP8 throughout, and that the
-        recipe would store in as many bits or more, stay as they are. All else would round again and gain nothing.
+        """The recipe for a checkpoint that has some weights in FP8, so that none of these is rounded again.
+
+        A class that it has in FP8 throughout stays so, where the recipe would give it as many bits or more. One that it
+        has in FP8 in part only is stored in bfloat16 where the recipe says INT8.
 
         Args:
             names: canonical names of the weights in FP8.
@@ -225,11 +227,12 @@ class Recipe(BaseModel):
         of_class: dict[WeightClass, set[bool]] = {}
         for name in spec.expected_tensors():
             of_class.setdefault(weight_class(name), set()).add(name in names)
-        kept: dict[str, WeightRecipe] = {
-            weight_class_: WeightRecipe(format="fp8")
-            for weight_class_, how in self.weights.items()
-            if how.format in ("fp32", "bf16", "int8") and of_class[weight_class_] == {True}
-        }
+        kept: dict[str, WeightRecipe] = {}
+        for weight_class_, how in self.weights.items():
+            if of_class[weight_class_] == {True} and how.format in ("fp32", "bf16", "int8"):
+                kept[weight_class_] = WeightRecipe(format="fp8")
+            elif True in of_class[weight_class_] and how.format == "int8":
+                kept[weight_class_] = WeightRecipe(format="bf16")
         return self.model_copy(update={"weights": self.weights.model_copy(update=kept)})
 
     @classmethod
@@ -240,7 +243,17 @@ class Recipe(BaseModel):
             RecipeError: no such recipe, or a malformed file; names the file and the key.
         """
         file = find_data_file(source, "recipe", "dgcompile.recipes", error=RecipeError)
-        return read_yaml(file, cls, error=RecipeError)
+        recipe = read_yaml(file, cls, error=RecipeError)
+        if recipe.name in list_recipes() and recipe != cls._shipped(recipe.name):
+            raise RecipeError(
+                f"{file}: name is {recipe.name!r}, which is another recipe that comes with dgcompile",
+                expected="a name of its own: bundles and reports show it",
+            )
+        return recipe
+
+    @classmethod
+    def _shipped(cls, name: str) -> Recipe:
+        return read_yaml(find_data_file(name, "recipe", "dgcompile.recipes", error=RecipeError), cls, error=RecipeError)
 
     def check(self, target: Target) -> None:
         """Refuses a target that cannot run this recipe.
@@ -286,18 +299,16 @@ class Recipe(BaseModel):
             if not FORMATS[recipe.format].grouped:
                 continue
             experts, places = weight_class_ == "experts", shape[-1]
-            fitting = [size for size in (EXPERT_GROUPS if experts else DENSE_GROUPS) if places % size == 0]
+            # The kernels' layout has blocks of EXPERT_BLOCK places, whatever the groups in them.
+            groups = () if experts and places % EXPERT_BLOCK else EXPERT_GROUPS if experts else DENSE_GROUPS
+            fitting = [size for size in groups if places % size == 0]
             if recipe.group_size not in fitting:
+                block = f", nor does {EXPERT_BLOCK}, the block of the kernels' layout" if experts and not groups else ""
+                fits = "do not fit" if block else "do not divide"
                 raise RecipeError(
-                    f"recipe {self.name!r} stores {weight_class_} in groups of {recipe.group_size}, which does not "
-                    f"divide the {places} places of {name}",
+                    f"recipe {self.name!r} stores {weight_class_} in groups of {recipe.group_size}, which {fits} the "
+                    f"{places} places of {name}{block}",
                     expected=f"a group_size of {' or '.join(map(str, fitting))}" if fitting else "another format",
-                    fix="choose another recipe (`dgcompile recipes` lists them), or write one of your own",
-                )
-            if experts and places % EXPERT_BLOCK:
-                raise RecipeError(
-                    f"recipe {self.name!r} stores experts in int4, and {name} has {places} places",
-                    expected=f"a multiple of {EXPERT_BLOCK}, the block of the kernels' layout",
                     fix="choose another recipe (`dgcompile recipes` lists them), or write one of your own",
                 )
 

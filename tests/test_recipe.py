@@ -177,13 +177,15 @@ def test_groups_that_do_not_divide_are_refused_with_those_that_do() -> None:
         Recipe.model_validate(yaml.safe_load(text)).check_model(published)
     mine = Recipe.model_validate(yaml.safe_load(DENSE_INT4))
     with pytest.raises(
-        RecipeError, match=r"experts in groups of 32.* 40 places of .*down_proj; expected another format"
+        RecipeError, match=r"experts in groups of 32.* 40 places of .*down_proj.*; expected another format"
     ):
         mine.check_model(spec_of(moe_intermediate_size=40))
-    with pytest.raises(RecipeError, match=r"experts in int4, and .*down_proj has 96 places; expected a multiple of 64"):
+    with pytest.raises(
+        RecipeError, match=r"experts in groups of 32.*fit the 96 places of .*nor does 64.*expected another"
+    ):
         mine.check_model(spec_of(moe_intermediate_size=96))
     with pytest.raises(
-        RecipeError, match=r"experts in groups of 64.* 96 places of .*down_proj; expected a group_size of 32"
+        RecipeError, match=r"experts in groups of 64.*fit the 96 places of .*nor does 64.*expected another"
     ):
         Recipe.load("int4").check_model(spec_of(moe_intermediate_size=96))
 
@@ -194,5 +196,39 @@ def test_what_a_checkpoint_has_in_fp8_stays_so() -> None:
     recipe = Recipe.load("bf16")
     assert recipe.keeping_fp8(attention, spec).weights.attention.text == "fp8"
     assert recipe.keeping_fp8(attention, spec).weights.dense_mlp == recipe.weights.dense_mlp
-    # One that is not in FP8, and the class is as the recipe says.
-    assert recipe.keeping_fp8(attention - {min(attention)}, spec) == recipe
+    # One that is not in FP8, and the class is as the recipe says, or in no format that rounds FP8 again.
+    part = attention - {min(attention)}
+    assert recipe.keeping_fp8(part, spec) == recipe
+    assert Recipe.load("w8a16").keeping_fp8(attention, spec).weights.attention.text == "fp8"
+    assert Recipe.load("w8a16").keeping_fp8(part, spec).weights.attention.text == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("name: 2026-13-45", "holds a value that its YAML type does not allow"),
+        ("name: !!int abc", "holds a value that its YAML type does not allow"),
+        ("name: !!int ''", "holds a value that its YAML type does not allow"),
+        ("name: !!bool foo", "holds a value that its YAML type does not allow"),
+        ("name: !!timestamp foo", "holds a value that its YAML type does not allow"),
+        ("name: " + "9" * 6000, "holds a value that its YAML type does not allow"),
+        ("name: &a mine\ntitle: *a", "aliases (*name) are not read"),
+        ("name: int4", "name is 'int4', which is another recipe that comes with dgcompile"),
+        ("name: [" + "[" * 5 + "1, " * 5000 + "]" * 6, "name is"),
+    ],
+)
+def test_values_that_no_recipe_has(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        DENSE_INT4.replace("name: mine", line).replace("title: mine", "" if "title" in line else "title: t")
+    )
+    with pytest.raises(RecipeError) as raised:
+        Recipe.load(file)
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 400
+
+
+def test_a_copy_of_a_shipped_recipe_is_that_recipe(tmp_path: Path) -> None:
+    copy = tmp_path / "copy.yaml"
+    copy.write_bytes((FP32.parent / "int4.yaml").read_bytes())
+    assert Recipe.load(copy) == Recipe.load("int4")

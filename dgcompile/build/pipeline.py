@@ -117,6 +117,10 @@ def build(
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
     recipe = recipe.keeping_fp8(opened.quantized, opened.spec).for_target(target)
     recipe.check_model(opened.spec)
+    if opened.quantized:
+        from dgcompile.quantize.requantize import refuse_second_rounding
+
+        refuse_second_rounding(opened, recipe)
     if target.backend != "onnxruntime":
         plan_kernels(opened.spec, recipe, target)
     context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)
@@ -208,7 +212,7 @@ def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | N
                 fix="leave out --calibration",
             )
         return None
-    from dgcompile.quantize.calibration import ranges_lacking
+    from dgcompile.quantize.calibration import CALIBRATION_PROMPTS, ranges_lacking, read_prompts
 
     if not ranges_lacking(checkpoint, with_static_scale(checkpoint.spec, recipe)):
         return None
@@ -219,6 +223,8 @@ def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | N
             expected='a file with one {"prompt": "..."} a line',
             fix="name one with --calibration FILE, or choose a recipe that needs none, such as w8a16",
         )
+    for _ in read_prompts(file, CALIBRATION_PROMPTS):
+        pass  # a malformed line is refused before anything is touched
     return file
 
 

@@ -124,7 +124,13 @@ def _trace(job: Job, manifest: Manifest) -> Made:
 def _calibration_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
     prompts = hashlib.sha256(job.calibration.read_bytes()).hexdigest() if job.calibration else None
     weights = with_static_scale(manifest.spec, manifest.recipe)
-    return {"checkpoint": manifest.checkpoint, "weights": weights, "prompts": prompts}
+    # Prompts are rendered and generated from with what the checkpoint's other files say.
+    return {
+        "checkpoint": manifest.checkpoint,
+        "weights": weights,
+        "prompts": prompts,
+        "assets": _assets_inputs(job, manifest),
+    }
 
 
 def _calibrate(job: Job, manifest: Manifest) -> Made:

@@ -64,7 +64,9 @@ def command(
     folder = bundle or _cache_folder() / f"demo-{opened.fingerprint()[:16]}"
     click.echo(f"bundle: {folder}", err=True)
     try:
-        build(opened, Target.load("cpu"), Recipe.load("fp32"), folder, overwrite=overwrite, progress=progress())
+        # What lies in the cache is the demo's own: a bundle of an older version makes way.
+        replace = overwrite or bundle is None
+        build(opened, Target.load("cpu"), Recipe.load("fp32"), folder, overwrite=replace, progress=progress())
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to go on where it stopped") from None
     pipeline = Pipeline.open(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ def command(
 
     Exit code 0, whatever was found, unless --max-kl is given.
     """
+    if max_kl is not None and math.isnan(max_kl):
+        raise click.UsageError("--max-kl is not a number")
     from dgcompile.cli.render import progress
     from dgcompile.evaluate import evaluate, read_examples
     from dgcompile.files import write_atomically
@@ -99,6 +102,8 @@ def _prompts_file(given: Path | None, against: str) -> Path:
     """The file of prompts: the one named, or the one beside the checkpoint."""
     file = given or Path(against) / "prompts.jsonl"
     if given is None and not file.is_file():
+        if not Path(against).is_dir():
+            raise RequestError(f"no such folder: {against}", expected="a checkpoint's or a bundle's folder")
         raise RequestError(f"{against} has no prompts.jsonl", fix="name a file with --prompts")
     return file
 

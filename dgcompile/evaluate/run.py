@@ -154,7 +154,7 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """
     path = Path(path)
     prompts = read_prompts(path)
-    lines = [line for line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1) if line[1].strip()]
+    lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
     examples = []
     for prompt, (number, line) in zip(prompts, lines, strict=True):
         answer = json.loads(line).get("answer")

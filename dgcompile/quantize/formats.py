@@ -201,6 +201,8 @@ class _Int4(NumberFormat):
                 codes[rows] = _pack_pairs(quantized).permute(1, 2, 0).flatten(1)
                 scales[rows] = scale
 
+        if experts:
+            _refuse_tiny(weight)
         slices = _chunks(*shape[-2:])
         _in_parallel(convert, [(index, rows) for index in range(shape[0] if experts else 1) for rows in slices])
         return {"": codes, SCALE: scales}
@@ -220,6 +222,14 @@ FORMATS: dict[WeightFormat, NumberFormat] = {
     known.name: known for known in (_Plain("fp32", "F32", 32), _Plain("bf16", "BF16", 16), _Fp8(), _Int8(), _Int4())
 }
 """Every format by its name."""
+
+
+def _refuse_tiny(experts: Tensor) -> None:
+    """Refuses experts whose scales would be float16 numbers of four bits or less; one of zeros is no such thing."""
+    largest = experts.abs().amax(dim=(1, 2)).float()
+    if bool(((largest > 0) & (largest / INT4_MAX < 2.0**-20)).any()):
+        smallest = float(largest[largest > 0].min())
+        raise ValueError(f"an expert's largest weight is {smallest:.3g}, too small for INT4 scales in float16")
 
 
 def _chunks(rows: int, places: int) -> list[slice]:
@@ -250,7 +260,9 @@ def _nearest_e4m3(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.abs().amax(dim=-1)
     scaled, split = torch.empty_like(rows), torch.empty_like(rows)
     best_error = torch.full_like(largest, torch.inf)
-    best_scale = torch.ones_like(largest)
+    # Where squares overflow or underflow nothing is better than this.
+    best_scale = torch.where(largest > 0, largest / E4M3_TOPS[0], torch.ones_like(largest))
+    best_scale.masked_fill_(best_scale == 0, 1.0)
     for top in E4M3_TOPS:
         scale = largest / top
         scale.masked_fill_(scale == 0, 1.0)
@@ -287,7 +299,8 @@ def _least_squares(grouped: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, T
         raise ValueError(f"weights up to {float(largest.max()):.3g} are too large for INT4 scales in {scale_dtype}")
     work = torch.empty_like(grouped)
     best_error = torch.full_like(largest, torch.inf)
-    best_scale = torch.ones_like(largest)
+    best_scale = (largest / INT4_MAX).to(scale_dtype).float()  # where squares overflow nothing is better
+    best_scale.masked_fill_(best_scale == 0, 1.0)
     for ratio in CLIP_RATIOS:
         scale = (largest * (ratio / INT4_MAX)).to(scale_dtype).float()
         scale.masked_fill_(scale == 0, 1.0)

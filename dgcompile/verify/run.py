@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dgcompile.checkpoint import Checkpoint
+from dgcompile.config_file import require_file
 from dgcompile.errors import RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.progress import Progress
@@ -108,8 +109,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     Raises:
         RequestError: the file cannot be read, has no prompt or a malformed line; names the line.
     """
+    require_file(path, error=RequestError)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only line ends end lines: a text may hold others of Unicode's separators as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}", expected="a UTF-8 text file") from error
     prompts: list[str] = []
@@ -120,7 +123,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
             continue
         try:
             entry = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
             raise RequestError(f"{path}:{number} is not JSON ({error})", expected='{"prompt": "..."}') from error
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise RequestError(f"{path}:{number} has no text under 'prompt'", expected='{"prompt": "..."}')
