@@ -115,6 +115,25 @@ def test_other_prompts_calibrate_again(source: Path, built: Path, tmp_path: Path
     assert (Path(folder) / CALIBRATION_FILE).read_bytes() != (built / CALIBRATION_FILE).read_bytes()
 
 
+def test_another_generation_config_calibrates_again(source: Path, built: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(source, tmp_path / "checkpoint"))
+    settings = json.loads((changed / "generation_config.json").read_text())
+    settings["max_denoising_steps"] = 3
+    (changed / "generation_config.json").write_text(json.dumps(settings))
+    folder = Path(shutil.copytree(built, tmp_path / "bundle"))
+    stages = quantized_build(changed, folder)
+    assert {"assets", "calibration"} <= set(stages) and "trace" not in stages
+
+
+def test_refused_prompts_leave_a_finished_bundle_alone(source: Path, built: Path, tmp_path: Path) -> None:
+    before, prompts = content(built), tmp_path / "prompts.jsonl"
+    for text in ("", '{"prompt": "One"}\n{"prompt": 1}\n'):
+        prompts.write_text(text)
+        with pytest.raises(InputError):
+            quantized_build(source, built, calibration=prompts)
+        assert content(built) == before
+
+
 def test_engines_for_an_rtx_5090_multiply_what_the_recipe_says(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     folder = tmp_path / "bundle"
