@@ -275,7 +275,7 @@ def test_reads_prompts(tmp_path: Path) -> None:
         (b'["a"]\n', "prompts.jsonl:1 has no text"),
         (b"\n", "has no prompts"),
         (b"\xff\xfe", "cannot be read"),
-        (None, "cannot be read"),
+        (None, "is missing"),
     ],
 )
 def test_bad_prompt_files_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
