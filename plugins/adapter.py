@@ -45,13 +45,13 @@ class PluginRegistration:
     """The registered plugins.
 
     Attributes:
-        library: kernels that they launch.
+        kernel_library: kernels that they launch.
         multiprocessors: of the GPU that engines are planned for.
         failures: one line for each exception that left a callback.
         creators: what the registry points at; it does not keep them alive.
     """
 
-    library: KernelLibrary
+    kernel_library: KernelLibrary
     multiprocessors: int
     failures: list[str] = field(default_factory=list)
     creators: list[Any] = field(default_factory=list)
@@ -71,7 +71,7 @@ class PluginRegistration:
     @functools.cached_property
     def kernels(self) -> LoadedKernels:
         """Kernels on the GPU, shared by all plugins."""
-        return LoadedKernels(self.library, cuda_driver())
+        return LoadedKernels(self.kernel_library, cuda_driver())
 
 
 _registered: dict[str, PluginRegistration] = {}
@@ -220,7 +220,7 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
 
         @_recorded
         def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            library = self.registration.library
+            library = self.registration.kernel_library
             for shape in ("min", "max"):
                 tensors = self._tensors(inputs, shape)
                 self.operation.check(tensors)
@@ -231,13 +231,13 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
         @_recorded
         def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
             largest = self._tensors(inputs, "max")
-            return self.operation.workspace_limit(largest, self.registration.library.sm, self.multiprocessors)
+            return self.operation.workspace_limit(largest, self.registration.kernel_library.sm, self.multiprocessors)
 
         @_recorded
         def get_fields_to_serialize(self) -> Any:
             fields = {
                 **self.operation.fields(),
-                LIBRARY_FIELD: self.registration.library.digest,
+                LIBRARY_FIELD: self.registration.kernel_library.digest,
                 MULTIPROCESSORS_FIELD: self.multiprocessors,
             }
             # The engine library reads them after this returns.
@@ -280,7 +280,7 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
             call = self.prepared.get(tensors)
             if call is None:
                 by_name = dict(zip(names, tensors, strict=True))
-                plan = self.operation.plan(by_name, self.registration.library, self.multiprocessors)
+                plan = self.operation.plan(by_name, self.registration.kernel_library, self.multiprocessors)
                 call = PreparedCall(plan, (*names, "output"), self.registration.kernels)
                 if len(self.prepared) >= _PREPARED_SHAPES:
                     del self.prepared[next(iter(self.prepared))]
@@ -336,9 +336,9 @@ def _plugin_classes(trt: ModuleType) -> type[Any]:
             if phase == trt.TensorRTPhase.RUNTIME:
                 digest = values.pop(LIBRARY_FIELD)
                 multiprocessors = int(values.pop(MULTIPROCESSORS_FIELD))
-                if digest != registration.library.digest:
+                if digest != registration.kernel_library.digest:
                     raise EngineError(
-                        f"the engine was built with other kernels than those in {registration.library.folder}",
+                        f"the engine was built with other kernels than those in {registration.kernel_library.folder}",
                         expected="the engine and the kernels of one build",
                         fix="build the bundle again",
                     )

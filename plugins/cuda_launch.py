@@ -43,7 +43,7 @@ class LoadedKernels:
     """
 
     def __init__(self, library: KernelLibrary, driver: Any) -> None:
-        self.library = library
+        self.kernel_library = library
         self.driver = driver
         self._functions: dict[tuple[int, str], Any] = {}
         # The driver does not promise to copy the bytes of a cubin, nor to keep a library that nobody holds.
@@ -67,12 +67,12 @@ class LoadedKernels:
             BundleError: the library lacks the kernel, or its file is damaged.
             EngineError: the driver refuses it, or there is no current context.
         """
-        record = self.library.record(launch)
+        record = self.kernel_library.record(launch)
         key = (int(self.call("cuCtxGetCurrent")), record.key)
         found = self._functions.get(key)
         if found is not None:
             return found
-        cubin = self.library.cubin(record)
+        cubin = self.kernel_library.cubin(record)
         loaded = self.call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
         self._loaded.append((cubin, loaded))
         kernel = self.call("cuLibraryGetKernel", loaded, record.entry.encode())
@@ -111,7 +111,7 @@ class PreparedCall:
         self._calls: list[tuple[Any, ...]] = []
         slot = 0
         for launch in plan.launches:
-            function, record = kernels.function(launch), kernels.library.record(launch)
+            function, record = kernels.function(launch), kernels.kernel_library.record(launch)
             parameters = self._places.ctypes.data + 8 * slot
             self._calls.append((function, *launch.grid, record.threads, 1, 1, record.shared_bytes, parameters))
             for argument, kind in zip(launch.arguments, launch.types, strict=True):

@@ -258,13 +258,13 @@ def test_the_drivers_errors_are_named(name: str, tmp_path: Path) -> None:
 def test_a_kernel_that_is_missing_or_damaged(tmp_path: Path) -> None:
     plan, _, kernels, _ = prepare(tmp_path, ATTENTION, attention_tensors(1, 32, 1024))
     kernels._functions.clear()
-    record = kernels.library.record(plan.launches[0])
+    record = kernels.kernel_library.record(plan.launches[0])
     (tmp_path / record.file).write_bytes(b"x" * record.size)
     with pytest.raises(BundleError, match="is damaged"):
         PreparedCall(plan, (*ATTENTION.inputs, "output"), kernels)
     other = BlockAttention(scale=0.5, window=512, causal=1)
     with pytest.raises(BundleError, match=r"has no kernel attention_kernel-\w+ .*WINDOW 512"):
-        prepared = other.plan(attention_tensors(1, 32, 512), kernels.library, MULTIPROCESSORS)
+        prepared = other.plan(attention_tensors(1, 32, 512), kernels.kernel_library, MULTIPROCESSORS)
         PreparedCall(prepared, (*other.inputs, "output"), kernels)
 
 

@@ -125,7 +125,9 @@ def build(job: dict[str, Any], keep: list[Any]) -> dict[str, Any]:
         return {
             "size": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
-            "digest": registration.library.digest if registration.library.digest.encode() in data else None,
+            "digest": registration.kernel_library.digest
+            if registration.kernel_library.digest.encode() in data
+            else None,
         }
     except DgcompileError as error:
         return {"error": str(error), "type": type(error).__name__, "problems": problems}
