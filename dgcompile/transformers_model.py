@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma import generation_diffusion_gemma
 from transformers.utils import logging
 
 from dgcompile.checkpoint import Checkpoint, is_vision_tensor
 from dgcompile.errors import CheckpointError
+from dgcompile.generation_config import GenerationConfig
 
 # Hardly annotated, so nothing can be checked against it.
 transformers_logging: Any = logging
+_generation: Any = generation_diffusion_gemma
 
 # Only text is read: the smallest vision tower that the constructor accepts stands in for the real one.
-_NO_VISION = {
+NO_VISION = {
     "model_type": "gemma4_vision",
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -43,7 +46,7 @@ def load_model(checkpoint: Checkpoint) -> DiffusionGemmaForBlockDiffusion:
     for key in ("dtype", "torch_dtype", "quantization_config"):
         settings.pop(key, None)
     settings["text_config"].pop("quantization_config", None)
-    settings["vision_config"] = dict(_NO_VISION)
+    settings["vision_config"] = dict(NO_VISION)
     model_class: Any = DiffusionGemmaForBlockDiffusion
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
@@ -71,3 +74,19 @@ def load_model(checkpoint: Checkpoint) -> DiffusionGemmaForBlockDiffusion:
         raise CheckpointError(f"{checkpoint.path}: transformers' model and its weights differ in {wrong[0]}")
     loaded: DiffusionGemmaForBlockDiffusion = model.eval()
     return loaded
+
+
+def their_config(config: GenerationConfig) -> Any:
+    """``config`` as transformers' ``generate()`` takes it."""
+    return _generation.DiffusionGemmaGenerationConfig(
+        max_new_tokens=config.max_new_tokens,
+        max_denoising_steps=config.max_denoising_steps,
+        sampler_config=_generation.EntropyBoundSamplerConfig(entropy_bound=config.entropy_bound),
+        t_min=config.t_min,
+        t_max=config.t_max,
+        stability_threshold=config.stability_threshold,
+        confidence_threshold=config.confidence_threshold,
+        eos_token_id=list(config.eos_token_ids) or None,
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+    )

@@ -294,6 +294,7 @@ _TRACE = Stage(
     ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "protobuf"),
     (
         "dgcompile.trace",
+        "dgcompile.transformers_model",
         "dgcompile.plugins.block_attention.torch_op",
         "dgcompile.plugins.moe.torch_op",
         "dgcompile.contract",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from dgcompile.runtime.loop import GenerationResult, encode_prompts, generate
 from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.runtime.random_numbers import RowRandom
 from dgcompile.runtime.tokenizer import Tokenizer
-from dgcompile.verify.run import read_prompts
+from dgcompile.verify.run import read_prompt_lines
 
 MAX_ROWS = 32
 """Most prompts that are generated together."""
@@ -153,14 +152,12 @@ def read_examples(path: str | Path, limit: int | None = None) -> list[Example]:
         RequestError: the file cannot be read, has no prompt or a malformed line; names the line.
     """
     path = Path(path)
-    prompts = read_prompts(path)
-    lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
     examples = []
-    for prompt, (number, line) in zip(prompts, lines, strict=True):
-        answer = json.loads(line).get("answer")
+    for number, entry in read_prompt_lines(path):
+        answer = entry.get("answer")
         if answer is not None and not isinstance(answer, str):
             raise RequestError(f"{path}:{number} has {answer!r} under 'answer'", expected="text")
-        examples.append(Example(prompt, answer, number))
+        examples.append(Example(entry["prompt"], answer, number))
     count = len(examples) if limit is None else min(limit, len(examples))
     return [examples[index * len(examples) // count] for index in range(count)]
 

@@ -8,12 +8,7 @@ float32 model's memory goes back with it.
 from __future__ import annotations
 
 import itertools
-import json
-import signal
-import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -27,6 +22,7 @@ from dgcompile.config_file import parse_json, require_file
 from dgcompile.errors import CalibrationError, CheckpointError, DgcompileError, InputError, MissingDependencyError
 from dgcompile.progress import Progress
 from dgcompile.recipe import weight_class
+from dgcompile.worker_process import run_worker
 
 MAX_LINE_BYTES = 1 << 20
 """Longest line of a file of prompts."""
@@ -232,57 +228,21 @@ def _refuse_missing_ranges(names: Iterable[str], result: Calibration) -> None:
 
 
 def _run_worker(job: CalibrationJob, progress: Progress) -> Mapping[str, Any]:
-    """Starts the worker and follows its events to the last one; returns that."""
-    with progress.task("calibration", len(job.prompts), "prompts") as advance:
-        process = subprocess.Popen(
-            _worker_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # Ctrl-C is this process's to handle: it ends the worker below.
-            start_new_session=True,
-        )
-        assert process.stdin and process.stdout and process.stderr
-        said: deque[str] = deque(maxlen=_LAST_LINES)
-        listener = threading.Thread(target=_listen, args=(process.stderr, said), daemon=True)
-        listener.start()
-        last: dict[str, Any] = {}
-        try:
-            # It stays open: the worker ends when this process does.
-            process.stdin.write(json.dumps(asdict(job)) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                last = json.loads(line)
-                if last["event"] == "prompt":
-                    advance()
-            code = process.wait()
-        except BrokenPipeError:
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            listener.join(timeout=5)
-        return _judge(last, code, said)
-
-
-def _judge(last: Mapping[str, Any], code: int, said: Iterable[str]) -> Mapping[str, Any]:
     """The last event of a worker that did its work; an exception for one that did not."""
-    if last.get("event") == "done" and code == 0:
-        return last
-    if last.get("event") == "error":
-        raise _ERRORS[last["kind"]](last["problem"], expected=last["expected"], fix=last["fix"])
-    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    reason = "; ".join(said) or "it said nothing"
-    raise CalibrationError(f"the process that took the ranges {ended}; its last words: {reason}")
+    with progress.task("calibration", len(job.prompts), "prompts") as advance:
+
+        def told(event: Mapping[str, Any]) -> None:
+            if event["event"] == "prompt":
+                advance()
+
+        ended = run_worker(_worker_command(), asdict(job), told)
+        last = ended.last
+        if ended.done:
+            return last
+        if last.get("event") == "error":
+            raise _ERRORS[last["kind"]](last["problem"], expected=last["expected"], fix=last["fix"])
+        raise CalibrationError(f"the process that took the ranges {ended.words}")
 
 
 def _worker_command() -> list[str]:
     return [sys.executable, "-m", "dgcompile.quantize.calibration_worker"]
-
-
-def _listen(stream: Any, said: deque[str]) -> None:
-    for line in stream:
-        if line.strip():
-            said.append(" ".join(line.split())[:400])

@@ -28,18 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
-from transformers.models.diffusion_gemma import generation_diffusion_gemma
 
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import CalibrationError, CheckpointError, DgcompileError, InputError
-from dgcompile.generation_config import GenerationConfig
 from dgcompile.quantize.calibration import Calibration, CalibrationJob, CalibrationReport, ExpertUse
-from dgcompile.transformers_model import load_model
+from dgcompile.transformers_model import load_model, their_config
 
 Emit = Callable[[dict[str, Any]], None]
-
-# Hardly annotated, so nothing can be checked against it.
-generation_module: Any = generation_diffusion_gemma
 
 # Linear layers read the same tensor within each of these groups.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -147,22 +142,6 @@ def _encoded(job: CalibrationJob, checkpoint: Checkpoint) -> list[list[int]]:
             )
         encoded.append(ids)
     return encoded
-
-
-def their_config(config: GenerationConfig) -> Any:
-    """``config`` as ``generate()`` takes it."""
-    return generation_module.DiffusionGemmaGenerationConfig(
-        max_new_tokens=config.max_new_tokens,
-        max_denoising_steps=config.max_denoising_steps,
-        sampler_config=generation_module.EntropyBoundSamplerConfig(entropy_bound=config.entropy_bound),
-        t_min=config.t_min,
-        t_max=config.t_max,
-        stability_threshold=config.stability_threshold,
-        confidence_threshold=config.confidence_threshold,
-        eos_token_id=list(config.eos_token_ids) or None,
-        pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
-    )
 
 
 def share_modules(model: DiffusionGemmaForBlockDiffusion) -> None:

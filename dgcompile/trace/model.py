@@ -13,17 +13,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma import modeling_diffusion_gemma as modeling
 
 from dgcompile.recipe import ActivationDType
-
-# The graphs take tokens only: the smallest vision tower that the constructor accepts stands in for the real one.
-_NO_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
+from dgcompile.transformers_model import NO_VISION
 
 
 def weightless_model(
@@ -42,7 +32,7 @@ def weightless_model(
         the model in eval mode, and the fake mode that its parameters belong to.
     """
     settings = copy.deepcopy({key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")})
-    settings["vision_config"] = dict(_NO_VISION)
+    settings["vision_config"] = dict(NO_VISION)
     parsed = DiffusionGemmaConfig(**settings)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, _default_dtype(getattr(torch, dtype)):

@@ -26,7 +26,7 @@ from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import CheckpointError, RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.random_numbers import RowRandom
-from dgcompile.transformers_model import load_model
+from dgcompile.transformers_model import load_model, their_config
 from dgcompile.verify.compare import cut, draw
 
 # Hardly annotated, so nothing can be checked against it.
@@ -201,29 +201,19 @@ class Reference:
             RowRandom(seed, self.model.config.canvas_length, self.model.config.text_config.vocab_size), watcher, guide
         )
         with _watched(self.model, notes):
-            output = self.model.generate(input_ids, generation_config=_their_config(config), streamer=notes)
+            output = self.model.generate(input_ids, generation_config=_comparable(config), streamer=notes)
         return cut(output.sequences[0, input_ids.shape[1] :].tolist(), config)
 
 
-def _their_config(config: GenerationConfig) -> Any:
+def _comparable(config: GenerationConfig) -> Any:
+    """``config`` as ``generate()`` takes it, if it does what the runtime does with it."""
     if config.stability_threshold is None or config.confidence_threshold is None:
         raise RequestError(
             "stability_threshold or confidence_threshold is None",
             expected="numbers",
             fix="compare with early stopping on: transformers cannot switch it off",
         )
-    return generation_module.DiffusionGemmaGenerationConfig(
-        max_new_tokens=config.max_new_tokens,
-        max_denoising_steps=config.max_denoising_steps,
-        sampler_config=generation_module.EntropyBoundSamplerConfig(entropy_bound=config.entropy_bound),
-        t_min=config.t_min,
-        t_max=config.t_max,
-        stability_threshold=config.stability_threshold,
-        confidence_threshold=config.confidence_threshold,
-        eos_token_id=list(config.eos_token_ids) or None,
-        pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
-    )
+    return their_config(config)
 
 
 @dataclass

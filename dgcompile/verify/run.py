@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.config_file import require_file
@@ -100,11 +101,12 @@ def verify(
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Reads prompts from a file with one JSON object ``{"prompt": "..."}`` per line; other keys are ignored.
+    """The prompts of a file, see :func:`read_prompt_lines`; ``limit``: only the first ones."""
+    return [str(entry["prompt"]) for _, entry in itertools.islice(read_prompt_lines(path), limit)]
 
-    Args:
-        path: the file.
-        limit: take only the first ones.
+
+def read_prompt_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Reads a file with one JSON object ``{"prompt": "..."}`` per line: number and content of each line.
 
     Raises:
         RequestError: the file cannot be read, has no prompt or a malformed line; names the line.
@@ -115,10 +117,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}", expected="a UTF-8 text file") from error
-    prompts: list[str] = []
+    count = 0
     for number, line in enumerate(lines, start=1):
-        if limit is not None and len(prompts) >= limit:
-            break
         if not line.strip():
             continue
         try:
@@ -127,10 +127,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
             raise RequestError(f"{path}:{number} is not JSON ({error})", expected='{"prompt": "..."}') from error
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
             raise RequestError(f"{path}:{number} has no text under 'prompt'", expected='{"prompt": "..."}')
-        prompts.append(entry["prompt"])
-    if not prompts:
+        count += 1
+        yield number, entry
+    if not count:
         raise RequestError(f"{path} has no prompts", expected='lines like {"prompt": "..."}')
-    return prompts
 
 
 @dataclass(frozen=True)

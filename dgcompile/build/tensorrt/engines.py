@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import ActivationDType
 from dgcompile.target import Target
+from dgcompile.worker_process import Ended, run_worker
 
 ENGINE_FILES: tuple[str, ...] = tuple(
     name(graph) for graph in GRAPH_FILES for name in (engine_file, table_file, layers_file)
@@ -101,62 +97,32 @@ def _run_worker(job: EngineJob, folder: Path, progress: Progress) -> Mapping[str
     ):
         # Under a name that is as long wherever the bundle lies; see worker.py.
         (Path(place) / BUNDLE_LINK).symlink_to(folder.resolve())
-        process = subprocess.Popen(
-            _worker_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            cwd=place,
-            env=worker_environment(job.backend, Path(place)),
-            # Ctrl-C is this process's to handle: it ends the worker below.
-            start_new_session=True,
-        )
-        assert process.stdin and process.stdout and process.stderr
-        said: deque[str] = deque(maxlen=_LAST_LINES)
-        listener = threading.Thread(target=_listen, args=(process.stderr, said), daemon=True)
-        listener.start()
-        last: dict[str, Any] = {}
         phases = _Phases()
-        try:
-            process.stdin.write(json.dumps(asdict(job)) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                last = json.loads(line)
-                advance(phases.take(last))
-            code = process.wait()
-        except BrokenPipeError:
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            listener.join(timeout=5)
+        ended = run_worker(
+            _worker_command(),
+            asdict(job),
+            lambda event: advance(phases.take(event)),
+            folder=Path(place),
+            environment=worker_environment(job.backend, Path(place)),
+        )
         # Before the task ends, which says that it is done.
-        return _judge(job, last, code, said, folder)
+        return _judge(job, ended, folder)
 
 
-def _judge(job: EngineJob, last: Mapping[str, Any], code: int, said: Iterable[str], folder: Path) -> Mapping[str, Any]:
+def _judge(job: EngineJob, ended: Ended, folder: Path) -> Mapping[str, Any]:
     """The last event of a worker that built its engine; an exception for one that did not."""
-    if last.get("event") == "done" and code == 0:
+    last = ended.last
+    if ended.done:
         return last
     if last.get("event") == "os error":
         raise OSError(last["errno"], last["text"], str(folder / job.engine))
     if last.get("event") == "error":
         raise EngineError(last["problem"], expected=last["expected"], fix=last["fix"])
-    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    reason = "; ".join(said) or "it said nothing"
-    raise EngineError(f"the process that built the {job.graph} {ended}; its last words: {reason}")
+    raise EngineError(f"the process that built the {job.graph} {ended.words}")
 
 
 def _worker_command() -> list[str]:
     return [sys.executable, "-m", "dgcompile.build.tensorrt.worker"]
-
-
-def _listen(stream: Any, said: deque[str]) -> None:
-    for line in stream:
-        if line.strip():
-            said.append(" ".join(line.split())[:400])
 
 
 class _Phases:
