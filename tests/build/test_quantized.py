@@ -12,13 +12,15 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from dgcompile.build import build
+from dgcompile.build import build, stages
 from dgcompile.bundle import CALIBRATION_FILE, WEIGHTS_FILE, Bundle
+from dgcompile.checkpoint import Checkpoint
 from dgcompile.contract import GRAPH_FILES
 from dgcompile.engine_table import EngineTable, layers_file, table_file
 from dgcompile.errors import CheckpointError, InputError, RecipeError, StageError
 from dgcompile.quantize.calibration import Calibration
-from dgcompile.recipe import Recipe
+from dgcompile.quantize.convert import convert_weights
+from dgcompile.recipe import Recipe, WeightRecipe
 from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.safetensors_file import read_header
 from dgcompile.target import Target
@@ -72,8 +74,8 @@ def quantized_build(source: Path, folder: Path, target: str = "cpu", **options: 
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cpu bundle of ``source``. Shared by all tests: do not write into it."""
     folder = tmp_path_factory.mktemp("bundles") / "cpu"
-    stages = quantized_build(source, folder)
-    assert stages == ["assets", "trace", "calibration", "weights", "engine"]
+    ran = quantized_build(source, folder)
+    assert ran == ["assets", "trace", "calibration", "weights", "engine"]
     assert quantized_build(source, folder) == []
     return folder
 
@@ -98,6 +100,18 @@ def test_ranges_are_kept_and_weights_as_small_as_promised(built: Path) -> None:
     assert all(size.stored_bytes == size.exact_bytes for size in sizes.values())
 
 
+def test_weights_that_are_not_as_small_as_promised_are_refused(source: Path, built: Path, tmp_path: Path) -> None:
+    """A store that some other recipe made: right names and shapes of the model, experts of twice the size."""
+    manifest = Bundle.open(built).manifest
+    larger = manifest.recipe.weights.model_copy(update={"experts": WeightRecipe(format="fp8")})
+    other = manifest.recipe.model_copy(update={"weights": larger})
+    ranges = Calibration.model_validate_json((built / CALIBRATION_FILE).read_bytes()).input_amax
+    convert_weights(Checkpoint.open(source), other, tmp_path, input_amax=ranges)
+    stages._check_sizes(built / WEIGHTS_FILE, manifest)
+    with pytest.raises(StageError, match=r"experts in int4 g32 fp8_dynamic take [\d,]+ bytes; expected [\d,]+ bytes"):
+        stages._check_sizes(tmp_path / WEIGHTS_FILE, manifest)
+
+
 @pytest.mark.parametrize("stage", ["calibration", "weights"])
 def test_a_killed_build_ends_with_the_same_bytes(source: Path, built: Path, tmp_path: Path, stage: Any) -> None:
     folder = unfinished_copy(built, tmp_path / "bundle", stage)
@@ -110,8 +124,8 @@ def test_other_prompts_calibrate_again(source: Path, built: Path, tmp_path: Path
     folder = shutil.copytree(built, tmp_path / "bundle")
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "something else"}\n')
-    stages = quantized_build(source, Path(folder), calibration=other)
-    assert "calibration" in stages and "trace" not in stages
+    ran = quantized_build(source, Path(folder), calibration=other)
+    assert "calibration" in ran and "trace" not in ran
     assert (Path(folder) / CALIBRATION_FILE).read_bytes() != (built / CALIBRATION_FILE).read_bytes()
 
 
@@ -121,8 +135,8 @@ def test_another_generation_config_calibrates_again(source: Path, built: Path, t
     settings["max_denoising_steps"] = 3
     (changed / "generation_config.json").write_text(json.dumps(settings))
     folder = Path(shutil.copytree(built, tmp_path / "bundle"))
-    stages = quantized_build(changed, folder)
-    assert {"assets", "calibration"} <= set(stages) and "trace" not in stages
+    ran = quantized_build(changed, folder)
+    assert {"assets", "calibration"} <= set(ran) and "trace" not in ran
 
 
 def test_refused_prompts_leave_a_finished_bundle_alone(source: Path, built: Path, tmp_path: Path) -> None:
@@ -189,9 +203,6 @@ def test_a_weight_that_is_not_finite_or_too_large(source: Path, built: Path, tmp
         # The graphs of the undamaged one will do: only the weights are to be made.
         folder = unfinished_copy(built, tmp_path / f"bundle {value}", "weights")
         with pytest.raises((CheckpointError, StageError)) as caught:
-            from dgcompile.checkpoint import Checkpoint
-            from dgcompile.quantize.convert import convert_weights
-
             ranges = Calibration.model_validate_json((folder / CALIBRATION_FILE).read_bytes()).input_amax
             convert_weights(
                 Checkpoint.open(damaged), recipe().for_target(Target.load("cpu")), folder, input_amax=ranges
