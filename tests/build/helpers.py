@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -60,9 +61,13 @@ def start_runner(checkpoint: Path, output: Path, *options: str) -> subprocess.Po
     )
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def content(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a folder, hidden ones too, by relative name: two that differ say which files do."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def unfinished_copy(bundle: Path, folder: Path, *stages: StageName) -> Path:
