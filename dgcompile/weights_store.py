@@ -65,7 +65,7 @@ class Store(NamedTuple):
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def plan(spec: ModelSpec, recipe: Recipe) -> Store:
+def lay_out_store(spec: ModelSpec, recipe: Recipe) -> Store:
     """The store of a model: the same for equal arguments, on every machine.
 
     Args:
@@ -83,7 +83,7 @@ def plan(spec: ModelSpec, recipe: Recipe) -> Store:
 
 def with_static_scale(spec: ModelSpec, recipe: Recipe) -> list[str]:
     """Names of the weights whose activations have a static scale."""
-    return [name for name, weight in plan(spec, recipe).weights.items() if weight.input_scale is not None]
+    return [name for name, weight in lay_out_store(spec, recipe).weights.items() if weight.input_scale is not None]
 
 
 def _planned(spec: ModelSpec, recipe: Recipe) -> Iterator[tuple[str, StoredWeight, dict[str, Part]]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dgcompile.model_spec import ModelSpec
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import read_header
-from dgcompile.weights_store import WEIGHTS_FILE, plan
+from dgcompile.weights_store import WEIGHTS_FILE, lay_out_store
 from tests.tiny_checkpoint import tiny_config
 
 RECIPE = Recipe.load("fp32")
@@ -34,7 +34,7 @@ def test_the_plan_holds_every_tensor_once_and_aligned(
         layer_types=["sliding_attention"] * (layers - 1) + ["full_attention"],
     )
     spec = ModelSpec.from_config(config)
-    tensors = plan(spec, RECIPE).tensors
+    tensors = lay_out_store(spec, RECIPE).tensors
     assert {name: tensor.shape for name, tensor in tensors.items()} == spec.expected_tensors()
     end = min(tensor.offset for tensor in tensors.values())
     assert end % 64 == 0
@@ -48,13 +48,13 @@ def test_the_plan_holds_every_tensor_once_and_aligned(
 
 def test_large_tensors_of_the_published_model_are_aligned() -> None:
     config = tiny_config(hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704, num_experts=128)
-    tensors = plan(ModelSpec.from_config(config), RECIPE).tensors
+    tensors = lay_out_store(ModelSpec.from_config(config), RECIPE).tensors
     assert all(tensor.offset % 64 == 0 for tensor in tensors.values() if tensor.nbytes >= 64)
 
 
 def test_the_head_describes_the_plan(tmp_path: Path) -> None:
     spec = ModelSpec.from_config(tiny_config())
-    store = plan(spec, RECIPE)
+    store = lay_out_store(spec, RECIPE)
     file = tmp_path / WEIGHTS_FILE
     with file.open("wb") as stream:
         stream.write(store.head)
@@ -64,10 +64,10 @@ def test_the_head_describes_the_plan(tmp_path: Path) -> None:
 
 def test_the_layout_does_not_depend_on_the_process() -> None:
     code = (
-        "import hashlib, json; from dgcompile.weights_store import plan; "
+        "import hashlib, json; from dgcompile.weights_store import lay_out_store; "
         "from dgcompile.model_spec import ModelSpec; from dgcompile.recipe import Recipe; "
         f"spec = ModelSpec.from_config(json.loads({json.dumps(tiny_config())!r})); "
-        "print(hashlib.sha256(plan(spec, Recipe.load('fp32')).head).hexdigest())"
+        "print(hashlib.sha256(lay_out_store(spec, Recipe.load('fp32')).head).hexdigest())"
     )
     digests = {
         subprocess.run(

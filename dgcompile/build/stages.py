@@ -35,7 +35,7 @@ from dgcompile.files import write_atomically
 from dgcompile.gpu import LIBRARY_EXTRAS, query_gpus
 from dgcompile.safetensors_file import read_header
 from dgcompile.target import Backend, Target
-from dgcompile.weights_store import class_sizes, plan, with_static_scale
+from dgcompile.weights_store import class_sizes, lay_out_store, with_static_scale
 
 # assets: what the runtime needs beside the graphs ---------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def _json_bytes(values: Mapping[str, Any]) -> bytes:
 
 def _layout(manifest: Manifest) -> dict[str, list[Any]]:
     """Where each tensor lies in weights.safetensors, as JSON data: the graphs point there."""
-    planned = plan(manifest.spec, manifest.recipe).tensors
+    planned = lay_out_store(manifest.spec, manifest.recipe).tensors
     return {name: [tensor.dtype, list(tensor.shape), tensor.offset, tensor.nbytes] for name, tensor in planned.items()}
 
 

@@ -36,7 +36,7 @@ from dgcompile.weights_store import (
     JOURNAL_FILE,
     WEIGHTS_FILE,
     StoredWeight,
-    plan,
+    lay_out_store,
     scale_dtype,
 )
 
@@ -60,7 +60,7 @@ def convert_weights(
     input_amax: Mapping[str, float] | None = None,
     flush_bytes: int = _FLUSH_BYTES,
 ) -> ConvertedWeights:
-    """Writes ``folder/weights.safetensors`` as :func:`dgcompile.weights_store.plan` lays it out.
+    """Writes ``folder/weights.safetensors`` as :func:`dgcompile.weights_store.lay_out_store` lays it out.
 
     The bytes depend on the tensors and the recipe alone, not on the checkpoint's shards or on interruptions. As every
     source byte is read anyway, ``checkpoint.fingerprint()`` needs no further reading afterwards.
@@ -80,7 +80,7 @@ def convert_weights(
         StageError: the disk is too small, or the file system failed.
     """
     refuse_second_rounding(checkpoint, recipe)
-    store = plan(checkpoint.spec, recipe)
+    store = lay_out_store(checkpoint.spec, recipe)
     nbytes = store.nbytes
     stored = checkpoint.stored
     identities = file_identities(stored.values())

@@ -10,7 +10,7 @@ from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
-from dgcompile.weights_store import plan
+from dgcompile.weights_store import lay_out_store
 
 
 def trace_graphs(
@@ -39,7 +39,7 @@ def trace_graphs(
     from dgcompile.trace.modules import DenoiserGraph, EncoderGraph, check_transformers, swap_modules
 
     dtype, (weight_format, group_size) = recipe.computes_in, recipe.expert_format
-    store = plan(spec, recipe)
+    store = lay_out_store(spec, recipe)
     with (progress or Progress()).task("trace", total=5) as advance:
         check_transformers()
         model, fake = weightless_model(config, dtype)

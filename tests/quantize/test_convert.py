@@ -31,7 +31,7 @@ from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.safetensors_file import read_header
 from dgcompile.target import Target
-from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, plan
+from dgcompile.weights_store import JOURNAL_FILE, WEIGHTS_FILE, lay_out_store
 from tests.tiny_checkpoint import TENSORS_PER_CHECKPOINT, split, tiny_config, tiny_tensors, write_checkpoint
 
 EXPERTS = "model.decoder.layers.1.experts.down_proj"
@@ -123,7 +123,7 @@ def test_values_and_layout(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = load_file(file)
     assert set(stored) == set(tensors)
     assert all(torch.equal(stored[name], values.float()) for name, values in tensors.items())
-    planned = plan(checkpoint.spec, RECIPE).tensors
+    planned = lay_out_store(checkpoint.spec, RECIPE).tensors
     assert read_header(file) == {name: tensor._replace(file=file) for name, tensor in planned.items()}
     assert result == (hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size)
 

@@ -26,7 +26,7 @@ from dgcompile.recipe import Recipe, WeightRecipe, weight_class
 from dgcompile.target import Target
 from dgcompile.trace import trace_graphs
 from dgcompile.trace.functions import function_protos
-from dgcompile.weights_store import plan, with_static_scale
+from dgcompile.weights_store import lay_out_store, with_static_scale
 from tests.models import random_checkpoint
 
 RECIPES = ("fp8", "mixed")
@@ -149,7 +149,7 @@ def float32(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_graphs_hold_what_the_recipe_says(traced: tuple[Recipe, Path], checkpoint: Path) -> None:
     recipe, folder = traced
     spec = Checkpoint.open(checkpoint).spec
-    store = plan(spec, recipe)
+    store = lay_out_store(spec, recipe)
     for graph, layers in (("denoiser", LAYERS), ("encoder", LAYERS - 1)):
         model = onnx.load(str(folder / f"{graph}.onnx"), load_external_data=False)
         counts = Counter(node.op_type for node in model.graph.node)

@@ -25,7 +25,7 @@ from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe
 from dgcompile.trace import modules, trace_graphs
 from dgcompile.verify.widen import widen
-from dgcompile.weights_store import WEIGHTS_FILE, plan
+from dgcompile.weights_store import WEIGHTS_FILE, lay_out_store
 
 # fp32 against fp32 through a few layers, relative to the largest value: rounding gives 1e-6, a wrong position 1e-1.
 RELATIVE = 1e-4
@@ -119,7 +119,7 @@ def test_one_custom_node_per_layer_and_nothing_of_the_encoders_last_layer(
 def test_every_weight_is_a_reference_into_the_store(
     graphs: dict[str, onnx.ModelProto], spec: ModelSpec, name: str
 ) -> None:
-    store = plan(spec, Recipe.load("fp32")).tensors
+    store = lay_out_store(spec, Recipe.load("fp32")).tensors
     inline = 0
     for tensor in graphs[name].graph.initializer:
         if tensor.name in store:
