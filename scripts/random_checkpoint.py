@@ -1,4 +1,7 @@
-"""Writes a random DiffusionGemma checkpoint of any size: a stand-in with the published layout for trying things out."""
+"""Writes a small random DiffusionGemma checkpoint of any shape, with the published layout, for trying things out.
+
+The whole model is in memory meanwhile. Checkpoints of the published widths are made by synthetic_checkpoint.py.
+"""
 
 from __future__ import annotations
 

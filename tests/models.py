@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-PAD, EOS, BOS, UNKNOWN, TURN, END_OF_TURN = range(6)
+from tests.model_config import BOS, END_OF_TURN, EOS, PAD, published_form
+from tests.model_weights import scaled
+
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>")
 IMAGE_TOKENS = ("<|image|>", "<|image>", "<image|>")
 """The last ids of every vocabulary: the image itself, its begin and its end."""
@@ -84,7 +86,7 @@ def random_checkpoint(
         with_tokenizer: also write tokenizer.json, tokenizer_config.json and chat_template.jinja.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = _config(
+    config = published_form(
         layer_types=[f"{kind}_attention" for kind in layers],
         num_hidden_layers=len(layers),
         hidden_size=hidden,
@@ -117,12 +119,7 @@ def random_checkpoint(
 def random_tensors(
     model: DiffusionGemmaForBlockDiffusion, *, hidden: int, sharpness: float, seed: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Random stored tensors of ``model``, shared ones once and under their decoder names, in ``dtype``.
-
-    The scales were found by trial: residual contributions near one third of the stream keep a token's own embedding
-    visible in its logits (so canvases can settle), and embedding rows of different lengths make some tokens sure and
-    others unsure of themselves (so canvases take several steps to settle).
-    """
+    """Random stored tensors of ``model``, shared ones once and under their decoder names, in ``dtype``."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, parameter in sorted(model.state_dict().items()):
@@ -130,37 +127,8 @@ def random_tensors(
         if name == "lm_head.weight" or shared:
             continue
         noise = torch.randn(parameter.shape, generator=generator)
-        tensors[name] = _scaled(name, noise, hidden, sharpness).to(dtype).contiguous()
+        tensors[name] = scaled(name, noise, hidden, (sharpness, 1.0)).to(dtype).contiguous()
     return tensors
-
-
-def _scaled(name: str, noise: torch.Tensor, hidden: int, sharpness: float) -> torch.Tensor:
-    """Turns standard normal ``noise`` into a weight of its class."""
-    if "vision" in name:
-        return noise.mul(0.1)
-    if name.endswith("embed_tokens.weight"):
-        lengths = torch.exp(0.3 * noise[:, :1])
-        # A rare end keeps most rows running over several canvases while some still end early.
-        lengths[EOS] = 0.9
-        return noise.mul(lengths * hidden**-0.5)
-    if name.endswith("decoder.norm.weight"):
-        return sharpness + noise
-    if name.endswith("layer_scalar"):
-        return 1.0 + 0.15 * noise
-    if name.endswith("per_expert_scale"):
-        return torch.exp(0.3 * noise)
-    if name.endswith("router.scale"):
-        return 1.0 + 0.2 * noise
-    if name.endswith("router.proj.weight"):
-        return noise.mul(1.5)
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        # Attention has scale 1: scores of a few units keep it between uniform and one-hot.
-        return noise.mul(0.2).add(1.3).mul(noise.numel() ** -0.25)
-    if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
-        return 0.35 + 0.1 * noise
-    if name.endswith("norm.weight") or "layernorm" in name:
-        return 1.0 + 0.2 * noise
-    return noise.mul(noise.shape[-1] ** -0.5)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -192,61 +160,6 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
             "clean_up_tokenization_spaces": False,
         },
     )
-
-
-def _config(*, canvas_length: int, dtype: str, **text: Any) -> dict[str, Any]:
-    """config.json in the published form, with the smallest vision tower."""
-    if text["vocab_size"] < 16:
-        raise ValueError(f"vocab is {text['vocab_size']}, at least 16 are needed for the special tokens")
-    return {
-        "architectures": ["DiffusionGemmaForBlockDiffusion"],
-        "model_type": "diffusion_gemma",
-        "canvas_length": canvas_length,
-        "image_token_id": text["vocab_size"] - 3,
-        "boi_token_id": text["vocab_size"] - 2,
-        "eoi_token_id": text["vocab_size"] - 1,
-        "dtype": dtype,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-        "text_config": {
-            "model_type": "diffusion_gemma_text",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": BOS,
-            "eos_token_id": EOS,
-            "pad_token_id": PAD,
-            "dtype": dtype,
-            "final_logit_softcapping": 30.0,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "initializer_range": 0.02,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {
-                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
-                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-            },
-            "tie_word_embeddings": True,
-            "use_bidirectional_attention": "vision",
-            **text,
-        },
-        "vision_config": {
-            "model_type": "gemma4_vision",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "dtype": dtype,
-            "head_dim": 8,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 2,
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 16,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-        },
-    }
 
 
 def _generation_config(canvas: int, changes: Mapping[str, Any]) -> dict[str, Any]:
