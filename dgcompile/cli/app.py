@@ -20,7 +20,19 @@ from dgcompile.cli.command import DEBUG_KEY, debug_option
 from dgcompile.cli.text import printable
 from dgcompile.errors import DgcompileError, MissingDependencyError
 
-COMMANDS = ("build", "generate", "verify", "evaluate", "inspect", "doctor", "targets", "recipes", "demo", "completion")
+COMMANDS = (
+    "plan",
+    "build",
+    "generate",
+    "verify",
+    "evaluate",
+    "inspect",
+    "doctor",
+    "targets",
+    "recipes",
+    "demo",
+    "completion",
+)
 """Subcommands in the order of the help; each is the ``command`` of the module ``dgcompile.cli.<name>``."""
 
 BUILD_PACKAGES = frozenset({"huggingface_hub", "matplotlib", "onnx", "onnxscript", "torch", "transformers"})

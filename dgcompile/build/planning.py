@@ -1,0 +1,126 @@
+"""The plan of a build before it is started: the checks of ``build``, from the shape of the model alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dgcompile.build.kernels import plan_kernels
+from dgcompile.build.pipeline import resolve_max_batch, resolve_max_context
+from dgcompile.bundle import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, MAX_BATCH, TOKENIZER_FILE, Manifest
+from dgcompile.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
+from dgcompile.config_file import read_json
+from dgcompile.errors import BundleError, CheckpointError, InputError, MissingDependencyError
+from dgcompile.model_spec import ModelSpec
+from dgcompile.plan import DEFAULT_TOKENS_PER_STEP, BuildPlan, Workload, make_plan
+from dgcompile.recipe import Recipe
+from dgcompile.target import Target
+from dgcompile.weights_store import with_static_scale
+
+
+def plan_build(
+    source: str | Path,
+    target: Target,
+    recipe: Recipe,
+    *,
+    max_context: int | None = None,
+    max_batch: int | None = None,
+    tokens_per_step: float = DEFAULT_TOKENS_PER_STEP,
+    output: Path | None = None,
+) -> BuildPlan:
+    """Plans a build without doing any of it. Reads ``config.json`` and, of a folder with weights, their headers.
+
+    Args:
+        source: a checkpoint's folder, its ``config.json``, or a hub id, of which only ``config.json`` is fetched.
+        target: what to build for.
+        recipe: the precision of each class of weight.
+        max_context, max_batch: as of ``build``; on the CPU, ``max_batch`` is the rows of the batch that is planned for.
+        tokens_per_step: tokens of a finished text that one denoising step gives each row.
+        output: where the bundle would lie, for the disk space there; None for the current folder.
+
+    Raises:
+        TargetError, RecipeError, CheckpointError: the target does not run the recipe or the model.
+        InputError: a number is out of range.
+        MissingDependencyError: a hub id, but no huggingface_hub.
+    """
+    checkpoint, spec = _open(source)
+    recipe = recipe.for_target(target) if checkpoint is None else settled_recipe(checkpoint, target, recipe)
+    recipe.check_model(spec)
+    if target.backend != "onnxruntime":
+        plan_kernels(spec, recipe, target)
+        batch = resolve_max_batch(target, max_batch) or 1
+    else:
+        batch = 1 if max_batch is None else max_batch
+        if not 1 <= batch <= MAX_BATCH:
+            raise InputError(f"max_batch is {batch}", expected=f"1 to {MAX_BATCH}")
+    workload = Workload(spec, recipe, target, resolve_max_context(spec, max_context), batch)
+    folder = output or Path()
+    plan = make_plan(
+        workload,
+        calibrates=recipe.needs_calibration and (checkpoint is None or _lacks_ranges(checkpoint, recipe)),
+        assets=asset_bytes(checkpoint.path) if checkpoint else 0,
+        tokens_per_step=tokens_per_step,
+    )
+    return plan.in_folder(folder, finished_files(folder, workload))
+
+
+def settled_recipe(checkpoint: Checkpoint, target: Target, recipe: Recipe) -> Recipe:
+    """The recipe that a build of a checkpoint follows: for the target, and rounding no weight twice."""
+    return recipe.keeping_fp8(checkpoint.quantized, checkpoint.spec).for_target(target)
+
+
+def asset_bytes(folder: Path) -> int:
+    """Bytes of the small files of a checkpoint that a bundle has too."""
+    files = [folder / name for name in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE)]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def finished_files(folder: Path, workload: Workload) -> frozenset[str]:
+    """Names of the files that a build into a folder would keep: those of the same model and recipe."""
+    try:
+        manifest = Manifest.read(folder)
+    except BundleError:
+        return frozenset()
+    same = manifest.spec == workload.spec and manifest.recipe == workload.recipe
+    return frozenset(manifest.files) if same else frozenset()
+
+
+def _open(source: str | Path) -> tuple[Checkpoint | None, ModelSpec]:
+    """The checkpoint, where there is more of it than its config, and the model's shape."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+            checkpoint = Checkpoint.open(path)
+            return checkpoint, checkpoint.spec
+        path = path / CONFIG_FILE
+    elif not path.is_file():
+        path = _fetch_config(source)
+    return None, ModelSpec.from_config(read_json(path), source=str(path))
+
+
+def _fetch_config(source: str | Path) -> Path:
+    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"there is no {source}", expected="a checkpoint's folder, its config.json, or a hub id (org/name)"
+        )
+    try:
+        import huggingface_hub
+    except ImportError as problem:
+        raise MissingDependencyError(
+            f"there is no folder {source}, and the config of a checkpoint on the hub needs huggingface_hub",
+            fix="pip install 'dgcompile[build]', or give a folder or a config.json",
+        ) from problem
+    try:
+        return Path(huggingface_hub.hf_hub_download(source, CONFIG_FILE))
+    except (OSError, ValueError) as problem:
+        # All of the hub's own errors are one of the two; their texts run over many lines.
+        summary = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+        raise CheckpointError(
+            f"{source} is no folder and its {CONFIG_FILE} could not be fetched from the hub: {summary}",
+            fix="check the name, the network and the login, or give a folder or a config.json",
+        ) from problem
+
+
+def _lacks_ranges(checkpoint: Checkpoint, recipe: Recipe) -> bool:
+    from dgcompile.quantize.calibration import ranges_lacking
+
+    return bool(ranges_lacking(checkpoint, with_static_scale(checkpoint.spec, recipe)))

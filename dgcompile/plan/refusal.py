@@ -1,0 +1,68 @@
+"""What cannot fit is refused before any work, with the figures that say so."""
+
+from __future__ import annotations
+
+from dgcompile.errors import InputError, StageError
+from dgcompile.plan.build_plan import BuildPlan
+
+
+def refuse_what_cannot_fit(plan: BuildPlan) -> None:
+    """Refuses a build that the target's device, or this machine's memory or disk, is too small for.
+
+    Weights of the CPU target are mapped from their file: too little memory makes it slow, so it is not refused.
+
+    Args:
+        plan: in the folder of the bundle, see :meth:`BuildPlan.in_folder`.
+
+    Raises:
+        InputError: the memory of the target's device does not suffice.
+        StageError: this machine's memory or disk does not.
+    """
+    if plan.workload.on_gpu and not plan.fits:
+        raise InputError(
+            f"{plan.workload.target.title} has {_gb(plan.device_has)} and would need {_gb(plan.device.total)} "
+            f"({_parts(plan)}) for recipe {plan.workload.recipe.name!r}, {plan.workload.max_context} tokens and "
+            f"{plan.workload.max_batch} rows",
+            expected=_expected(plan),
+            fix="`dgcompile plan` shows what takes how much",
+        )
+    host, stage = plan.host, plan.host.largest_stage
+    if host.needed > host.machine:
+        advice = "choose a recipe without static scales, such as w8a16" if stage == "calibration" else None
+        raise StageError(
+            f"stage {stage} needs about {_gb(host.needed)} of memory and this machine has {_gb(host.machine)}",
+            expected="a machine with more memory",
+            fix=advice or "build on another machine and copy the bundle",
+        )
+    disk = plan.disk
+    if disk.free is not None and disk.needed > disk.free:
+        there = f", {_gb(disk.present)} of it are there" if disk.present else ""
+        raise StageError(
+            f"the bundle takes about {_gb(disk.bundle)}{there}, and {_gb(disk.free)} are free on its disk",
+            expected=f"{_gb(disk.needed)} of free space",
+            fix="free some, or choose another output folder",
+        )
+
+
+def _expected(plan: BuildPlan) -> str:
+    """Which limits would fit."""
+    if plan.context_fits is not None:
+        return f"a max_context of at most {plan.context_fits} at that batch, or a recipe with fewer bits"
+    if plan.batch_fits is not None:
+        return f"a max_batch of at most {plan.batch_fits} at that context, or a recipe with fewer bits"
+    return "a recipe with fewer bits, or another target"
+
+
+def _parts(plan: BuildPlan) -> str:
+    device = plan.device
+    parts = {
+        "weights": device.weights,
+        "KV cache": sum(device.kv_cache.values()),
+        "activations": device.workspace,
+        "the rest": device.new_tokens + device.self_conditioning + device.small_tensors + device.allowance,
+    }
+    return ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
