@@ -23,7 +23,8 @@ class CompiledKernel:
 
     Attributes:
         entry: name of the function in the cubin.
-        sm: compute capability that the cubin is for; it is compiled for the ``a`` variant and runs on no other.
+        sm: compute capability that the cubin is for; it is compiled for the ``a`` variant where there is one
+            (not of SM 89), and then runs on no other.
         cubin: what ``cuModuleLoadData`` takes.
         ptx: the assembly that the cubin was made from.
         arguments: names of the arguments to pass, in order. Two null pointers follow them in every launch: the
@@ -81,7 +82,7 @@ def compile_kernel(
         signature: argument name -> Triton type ("*fp16", "i32"...). A suffix ":16" promises that the pointer or number
             is a multiple of 16, without which no load is wider than one element.
         constexprs: compile-time arguments by name.
-        sm: 90 or 120.
+        sm: 89, 90 or 120.
         num_warps, num_stages: warps in a block, stages of a pipelined loop.
 
     Raises:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 Constant = int | float | bool | str | None
 
-SHARED_MEMORY_LIMIT = {90: 227 * 1024, 120: 99 * 1024}
+SHARED_MEMORY_LIMIT = {89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 """Compute capability (major * 10 + minor) -> dynamic shared memory that one block of threads may ask for, in bytes."""
 
-THREAD_LIMIT = {90: 2048, 120: 1536}
+THREAD_LIMIT = {89: 1536, 90: 2048, 120: 1536}
 """Compute capability -> threads that one multiprocessor runs at once."""
 
 

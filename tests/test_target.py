@@ -25,7 +25,7 @@ default_recipe: bf16
 
 
 def test_every_listed_target_loads_under_its_own_name() -> None:
-    assert list_targets() == ["cpu", "h100", "rtx5090"]
+    assert list_targets() == ["cpu", "h100", "h200", "rtx4090", "rtx5090"]
     assert [Target.load(name).name for name in list_targets()] == list_targets()
 
 
@@ -36,14 +36,20 @@ def test_the_cpu_states_nothing_about_the_machine() -> None:
 
 
 def test_gpu_facts() -> None:
-    h100, rtx5090 = Target.load("h100"), Target.load("rtx5090")
+    h100, h200, rtx4090, rtx5090 = map(Target.load, ("h100", "h200", "rtx4090", "rtx5090"))
     assert (h100.backend, h100.compute_capability) == ("tensorrt", "9.0")
+    assert (rtx4090.backend, rtx4090.compute_capability) == ("tensorrt_rtx", "8.9")
     assert (rtx5090.backend, rtx5090.compute_capability) == ("tensorrt_rtx", "12.0")
+    # The H200 is an H100 with more and faster memory.
+    faster = {"name": "h200", "title": h200.title, "memory_bytes": 141_000_000_000, "memory_bandwidth": 4.8e12}
+    assert h100.model_copy(update=faster) == h200
     # Roofline corners that are published in this form too: FLOP per byte at which compute and memory are in balance.
     assert h100.flops["bf16"] / (h100.memory_bandwidth or 0) == pytest.approx(295, abs=1)
     assert rtx5090.flops["bf16"] / (rtx5090.memory_bandwidth or 0) == pytest.approx(117, abs=1)
-    # Dense rates double with each halving of the number format, on both.
-    assert h100.flops["fp8"] == pytest.approx(2 * h100.flops["bf16"], rel=1e-3)
+    assert rtx4090.flops["bf16"] / (rtx4090.memory_bandwidth or 0) == pytest.approx(164, abs=1)
+    # Dense rates double with each halving of the number format, on all.
+    for card in (h100, h200, rtx4090, rtx5090):
+        assert card.flops["fp8"] == pytest.approx(2 * card.flops["bf16"], rel=1e-3)
     assert rtx5090.flops["fp4"] == pytest.approx(4 * rtx5090.flops["fp8"], rel=1e-3)
 
 
@@ -56,7 +62,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(TargetError, match="unknown target 'b200'; expected one of cpu, h100, rtx5090, or the path"):
+    names = "cpu, h100, h200, rtx4090, rtx5090"
+    with pytest.raises(TargetError, match=f"unknown target 'b200'; expected one of {names}, or the path"):
         Target.load("b200")
 
 

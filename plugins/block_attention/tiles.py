@@ -4,7 +4,8 @@ A tile of block_m query rows reads every key once, so tall tiles read the cache 
 thread's 255 registers, which hold the fp32 sums [block_m, head_dim], and the shared memory that
 :func:`shared_memory_bytes` predicts. TILES holds tall tiles whose prediction fits and which the assembler compiled
 without spilling: about three candidates each were tried, and spills are found by trying, no formula here foresees them.
-At head_dim 512 on SM 90 every tile of the 64 rows that wgmma needs spilled: that one runs on mma.sync.
+At head_dim 512 on SM 90 every tile of the 64 rows that wgmma needs spilled: that one runs on mma.sync. On SM 89 its
+pipelined tiles of 32 rows spilled too, and those without a pipeline load and multiply by turns.
 None was timed on a GPU.
 """
 
@@ -27,6 +28,13 @@ class Tile:
 
 # Compute capability -> head_dim -> tile.
 TILES: dict[int, dict[int, Tile]] = {
+    89: {
+        32: Tile(128, 64, 4, 3),
+        64: Tile(64, 64, 4, 3),
+        128: Tile(128, 32, 8, 2),
+        256: Tile(64, 32, 8, 2),
+        512: Tile(16, 32, 8, 2),
+    },
     90: {
         32: Tile(128, 64, 4, 3),
         64: Tile(128, 64, 4, 3),

@@ -30,9 +30,13 @@ class Tile:
 
 
 # By SM, format, and whether an expert gets more than 32 pairs on average. The weights stream from memory once, so what
-# counts is bytes in flight with two blocks or more on a multiprocessor; SM120 has two fifths of SM90's shared memory to
-# keep loads waiting in. Limits and use are checked on the cubins; nothing here has been timed on a GPU yet.
+# counts is bytes in flight with two blocks or more on a multiprocessor; SM89 and SM120 have two fifths of SM90's shared
+# memory to keep loads waiting in. Limits and use are checked on the cubins; nothing here has been timed on a GPU yet.
 TILES: dict[tuple[int, WeightFormat], tuple[Tile, Tile]] = {
+    (89, "float"): (Tile(16, 64, 64, 4, 3), Tile(64, 64, 64, 4, 3)),
+    (89, "fp8"): (Tile(16, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3)),
+    (89, "int4"): (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3)),
+    (89, "w4a8"): (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3)),
     (90, "float"): (Tile(16, 64, 128, 4, 3), Tile(64, 64, 64, 4, 4)),
     (90, "fp8"): (Tile(16, 64, 128, 4, 4), Tile(64, 64, 64, 4, 4)),
     (90, "int4"): (Tile(16, 64, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
@@ -61,7 +65,7 @@ class Shape:
 
 
 def tile_for(sm: int, weight_format: WeightFormat, shape: Shape) -> Tile:
-    """The tile for ``shape`` on compute capability ``sm`` (90, 120)."""
+    """The tile for ``shape`` on compute capability ``sm`` (89, 90, 120)."""
     few, many = TILES[sm, weight_format]
     # A canvas of 256 tokens over 128 experts, top 8, is 16 pairs per expert; twice that fits two tiles side by side.
     return few if shape.pairs <= 32 * shape.experts else many

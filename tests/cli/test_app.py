@@ -196,11 +196,11 @@ def test_tables_when_piped_have_no_colours_and_fit_80_columns(name: str) -> None
 
 def test_targets_and_recipes_as_json() -> None:
     targets = {target["name"]: target for target in json.loads(run("targets", "--json").stdout)}
-    assert {"cpu", "h100", "rtx5090"} <= set(targets)
+    assert {"cpu", "h100", "h200", "rtx4090", "rtx5090"} <= set(targets)
     assert (targets["cpu"]["default_recipe"], targets["h100"]["default_recipe"]) == ("fp32", "w8a16")
     assert targets["h100"]["compute_capability"] == "9.0"
     recipes = {recipe["name"]: recipe for recipe in json.loads(run("recipes", "--json").stdout)}
-    assert recipes["bf16"]["targets"] == ["h100", "rtx5090"]
+    assert recipes["bf16"]["targets"] == ["h100", "h200", "rtx4090", "rtx5090"]
     assert recipes["fp32"]["targets"] == ["cpu"] and recipes["fp32"]["weights"]["experts"]["format"] == "fp32"
 
 

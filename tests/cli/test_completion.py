@@ -32,7 +32,7 @@ def test_another_shell_is_a_usage_error() -> None:
     ("words", "expected"),
     [
         ("dgcompile in", {"inspect"}),
-        ("dgcompile build --target ", {"cpu", "h100", "rtx5090"}),
+        ("dgcompile build --target ", {"cpu", "h100", "h200", "rtx4090", "rtx5090"}),
         ("dgcompile build --recipe fp", {"fp32"}),
         ("dgcompile generate --max-d", {"--max-denoising-steps"}),
     ],

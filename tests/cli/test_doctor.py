@@ -44,7 +44,7 @@ def test_one_target_that_cannot_run_exits_1(machine: Gpus) -> None:
 
 def test_json(machine: Gpus) -> None:
     facts = json.loads(run("doctor", "--json").stdout)
-    assert [ability["target"] for ability in facts["abilities"]] == ["cpu", "h100", "rtx5090"]
+    assert [ability["target"] for ability in facts["abilities"]] == ["cpu", "h100", "h200", "rtx4090", "rtx5090"]
     assert facts["abilities"][0]["can_run"] is True and facts["abilities"][1]["can_run"] is False
     assert facts["abilities"][1]["run_lacks"][-1]["problem"]
     assert [card["name"] for card in facts["gpus"]["cards"]] == [card.name for card in machine.cards]

@@ -67,7 +67,7 @@ def check_resources(compiled: CompiledKernel) -> None:
     assert compiled.registers <= 255  # more shared memory than there is: compile_kernel raises
 
 
-@pytest.mark.parametrize("sm", [90, 120])
+@pytest.mark.parametrize("sm", [89, 90, 120])
 @pytest.mark.parametrize(
     # "float" is the published model's own: test_published_kernels compiles it.
     ("weight_format", "group"),

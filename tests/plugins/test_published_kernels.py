@@ -1,4 +1,4 @@
-"""Every kernel that a build makes for the published model, compiled for both GPUs and looked at. No GPU.
+"""Every kernel that a build makes for the published model, compiled for every GPU and looked at. No GPU.
 
 The largest module of these tests, because the kernels are: about a minute on two free cores.
 """
@@ -25,7 +25,7 @@ from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
 
-TARGETS = {90: "h100", 120: "rtx5090"}
+TARGETS = {89: "rtx4090", 90: "h100", 120: "rtx5090"}
 
 
 def published_spec() -> ModelSpec:
