@@ -11,7 +11,9 @@ from pathlib import Path
 
 from dgcompile import __version__
 from dgcompile.build.kernels import plan_kernels
+from dgcompile.build.limits import resolve_max_batch, resolve_max_context
 from dgcompile.build.lock import LOCK_FILE, folder_lock
+from dgcompile.build.planning import plan_in_folder, settled_recipe
 from dgcompile.build.stage import Job, Stage
 from dgcompile.build.stages import STAGES_OF
 from dgcompile.bundle import (
@@ -20,7 +22,6 @@ from dgcompile.bundle import (
     GENERATION_CONFIG_FILE,
     GRAPH_FILES,
     MANIFEST_FILE,
-    MAX_BATCH,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Bundle,
@@ -41,14 +42,12 @@ from dgcompile.errors import (
     StageError,
 )
 from dgcompile.files import PARTIAL_SUFFIX
-from dgcompile.model_spec import ModelSpec
+from dgcompile.plan import Workload
+from dgcompile.plan.refusal import refuse_what_cannot_fit
 from dgcompile.progress import Progress
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
 from dgcompile.weights_store import JOURNAL_FILE, with_static_scale
-
-DEFAULT_MAX_CONTEXT = 8192
-"""Default of ``max_context`` where the model allows as much: 2.5 GB of float32 cache per row at the published size."""
 
 _BUNDLE_FILES = frozenset(
     {
@@ -107,15 +106,16 @@ def build(
     Raises:
         TargetError, RecipeError, CheckpointError: what to build from or for is refused, before any work.
         BundleError: the output folder cannot be used.
-        InputError: ``max_context`` or ``max_batch`` is out of range, or there are no prompts to calibrate with.
-        StageError: a stage failed; what was finished before stays finished.
+        InputError: ``max_context`` or ``max_batch`` is out of range or more than the target has memory for, or there
+            are no prompts to calibrate with.
+        StageError: this machine's memory or disk is too small, or a stage failed; what was finished before stays so.
         EngineElsewhereError: all is done but the engines, which need another machine.
         MissingDependencyError: the packages of ``dgcompile[build]`` are not installed.
     """
     check_buildable(target, recipe)
     progress = progress or Progress()
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint.open(checkpoint)
-    recipe = recipe.keeping_fp8(opened.quantized, opened.spec).for_target(target)
+    recipe = settled_recipe(opened, target, recipe)
     recipe.check_model(opened.spec)
     if opened.quantized:
         from dgcompile.quantize.requantize import refuse_second_rounding
@@ -126,6 +126,8 @@ def build(
     context, batch = resolve_max_context(opened.spec, max_context), resolve_max_batch(target, max_batch)
     prompts = _calibration_prompts(opened, recipe, calibration)
     folder = Path(output)
+    workload = Workload(opened.spec, recipe, target, context, batch or 1)
+    refuse_what_cannot_fit(plan_in_folder(workload, folder, opened.path, calibrates=prompts is not None))
     _prepare_folder(folder)
     with _explained("starting the build", folder), folder_lock(folder):
         wanted = Manifest(
@@ -226,46 +228,6 @@ def _calibration_prompts(checkpoint: Checkpoint, recipe: Recipe, given: Path | N
     for _ in read_prompts(file, CALIBRATION_PROMPTS):
         pass  # a malformed line is refused before anything is touched
     return file
-
-
-def resolve_max_batch(target: Target, requested: int | None) -> int | None:
-    """``max_batch`` of a bundle: ``requested`` or 1 on a GPU, None (any number) on the CPU.
-
-    Raises:
-        InputError: out of range, or given for a target whose engines take any number of rows.
-    """
-    if target.backend == "onnxruntime":
-        if requested is not None:
-            raise InputError(f"max_batch was given for target {target.name}, whose graphs take any number of rows")
-        return None
-    if requested is not None and not 1 <= requested <= MAX_BATCH:
-        raise InputError(f"max_batch is {requested}", expected=f"1 to {MAX_BATCH}")
-    return requested or 1
-
-
-def resolve_max_context(spec: ModelSpec, requested: int | None) -> int:
-    """``max_context`` of a bundle: ``requested``, or the model's own limit up to :data:`DEFAULT_MAX_CONTEXT`.
-
-    It bounds the cache of the full-attention layers, and so memory. It must leave room for one prompt token and one
-    canvas. The cpu target's graphs do not depend on it.
-
-    Raises:
-        InputError: out of range; names the range.
-    """
-    smallest, largest = spec.canvas_length + 1, spec.max_position_embeddings
-    if largest < smallest:
-        raise InputError(
-            f"the checkpoint's max_position_embeddings is {largest} and its canvas_length {spec.canvas_length}",
-            expected="room for at least one prompt token and one canvas",
-        )
-    if requested is None:
-        return min(largest, max(DEFAULT_MAX_CONTEXT, smallest))
-    if not smallest <= requested <= largest:
-        raise InputError(
-            f"max_context is {requested}",
-            expected=f"{smallest} (one prompt token and one canvas) to {largest} (the model's max_position_embeddings)",
-        )
-    return requested
 
 
 def _prepare_folder(folder: Path) -> None:

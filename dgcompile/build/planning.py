@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from dgcompile.build.kernels import plan_kernels
-from dgcompile.build.pipeline import resolve_max_batch, resolve_max_context
+from dgcompile.build.limits import resolve_max_batch, resolve_max_context
 from dgcompile.bundle import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, MAX_BATCH, TOKENIZER_FILE, Manifest
 from dgcompile.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
 from dgcompile.config_file import read_json
 from dgcompile.errors import BundleError, CheckpointError, InputError, MissingDependencyError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.plan import DEFAULT_TOKENS_PER_STEP, BuildPlan, Workload, make_plan
+from dgcompile.plan.host import ASSETS, KERNELS
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
 from dgcompile.weights_store import with_static_scale
+
+_ASSETS = (TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE)
 
 
 def plan_build(
@@ -52,15 +55,39 @@ def plan_build(
         batch = 1 if max_batch is None else max_batch
         if not 1 <= batch <= MAX_BATCH:
             raise InputError(f"max_batch is {batch}", expected=f"1 to {MAX_BATCH}")
-    workload = Workload(spec, recipe, target, resolve_max_context(spec, max_context), batch)
-    folder = output or Path()
-    plan = make_plan(
-        workload,
+    return plan_in_folder(
+        Workload(spec, recipe, target, resolve_max_context(spec, max_context), batch),
+        output or Path(),
+        checkpoint.path if checkpoint else None,
         calibrates=recipe.needs_calibration and (checkpoint is None or _lacks_ranges(checkpoint, recipe)),
-        assets=asset_bytes(checkpoint.path) if checkpoint else 0,
         tokens_per_step=tokens_per_step,
     )
-    return plan.in_folder(folder, finished_files(folder, workload))
+
+
+def plan_in_folder(
+    workload: Workload,
+    folder: Path,
+    source: Path | None,
+    *,
+    calibrates: bool,
+    tokens_per_step: float = DEFAULT_TOKENS_PER_STEP,
+) -> BuildPlan:
+    """The plan of a build into a folder, which need not exist; what an earlier build left there counts.
+
+    Args:
+        workload: what to plan; the target has kernels for it.
+        folder: of the bundle.
+        source: folder of the checkpoint, for the size of its small files.
+        calibrates: whether the build runs the model to take ranges of activations.
+        tokens_per_step: tokens of a finished text that one denoising step gives each row.
+
+    Raises:
+        InputError: ``tokens_per_step`` is out of range.
+    """
+    files = [source / name for name in _ASSETS] if source else []
+    assets = sum(file.stat().st_size for file in files if file.is_file())
+    plan = make_plan(workload, calibrates=calibrates, assets=assets, tokens_per_step=tokens_per_step)
+    return plan.in_folder(folder, _kept_files(folder, workload))
 
 
 def settled_recipe(checkpoint: Checkpoint, target: Target, recipe: Recipe) -> Recipe:
@@ -68,20 +95,17 @@ def settled_recipe(checkpoint: Checkpoint, target: Target, recipe: Recipe) -> Re
     return recipe.keeping_fp8(checkpoint.quantized, checkpoint.spec).for_target(target)
 
 
-def asset_bytes(folder: Path) -> int:
-    """Bytes of the small files of a checkpoint that a bundle has too."""
-    files = [folder / name for name in (TOKENIZER_FILE, CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE)]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def finished_files(folder: Path, workload: Workload) -> frozenset[str]:
-    """Names of the files that a build into a folder would keep: those of the same model and recipe."""
+def _kept_files(folder: Path, workload: Workload) -> frozenset[str]:
+    """Names, as plans have them, of the files that a build into a folder would keep: of the same model and recipe."""
     try:
         manifest = Manifest.read(folder)
     except BundleError:
         return frozenset()
-    same = manifest.spec == workload.spec and manifest.recipe == workload.recipe
-    return frozenset(manifest.files) if same else frozenset()
+    if manifest.spec != workload.spec or manifest.recipe != workload.recipe:
+        return frozenset()
+    kept = set(manifest.files)
+    kept |= {KERNELS for name in kept if name.startswith(f"{KERNELS}/")}
+    return frozenset(kept | ({ASSETS} if GENERATION_CONFIG_FILE in kept else set()))
 
 
 def _open(source: str | Path) -> tuple[Checkpoint | None, ModelSpec]:

@@ -65,9 +65,6 @@ class BuildPlan:
         Args:
             folder: of the bundle; it need not exist.
             finished: names of files there that are kept as they are.
-
-        Raises:
-            OSError: as the file system reports it.
         """
         present = present_bytes(folder, self.disk.files, finished)
         return replace(self, disk=replace(self.disk, present=present, free=free_bytes(folder)))

@@ -22,7 +22,10 @@ from dgcompile.weights_store import WEIGHTS_FILE, Store
 _TRACE_BYTES = 1_000_000_000
 _TORCH_BYTES = 600_000_000
 _LIBRARY_BYTES = 700_000_000
-_COMPILER_BYTES = 300_000_000
+_COMPILER_BYTES = 250_000_000
+
+_MOST_COMPILERS = 32
+"""Processes that compile kernels at once, at most: a model has no more kernels."""
 
 _PIECE_ELEMENTS = 4 << 20
 """Elements that the conversion reads at once, or a slice of a weight's leading axis where that is longer."""
@@ -39,6 +42,9 @@ _ENGINE_BYTES = 2_000_000
 _ENGINE_BYTES_PER_LAYER = 1_500_000
 _LIST_BYTES_PER_LAYER = 45_000
 _KERNEL_BYTES = 1_000_000
+
+ASSETS, KERNELS = "assets", "kernels"
+"""Names that plans have for several files of a bundle."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -62,11 +68,6 @@ class HostMemory:
         """Of the stage that takes most."""
         return max(self.stages.values())
 
-    @property
-    def largest_stage(self) -> str:
-        """The stage that takes most."""
-        return max(self.stages, key=lambda stage: self.stages[stage])
-
 
 @dataclass(frozen=True)
 class Disk:
@@ -75,7 +76,7 @@ class Disk:
     Attributes:
         files: of its files; estimates but for the weights.
         present: what of these an earlier build left in the folder.
-        free: on the folder's file system; None where no folder was named.
+        free: on the folder's file system; None where that is not known.
     """
 
     files: Mapping[str, int]
@@ -111,7 +112,7 @@ def host_memory(workload: Workload, store: Store, device: DeviceMemory, *, calib
         parameters = sum(parameters_of(workload.spec).values())
         stages["calibration"] = _TRACE_BYTES + _FULL_PRECISION * parameters
     if workload.on_gpu:
-        stages["kernels"] = _COMPILER_BYTES * len(os.sched_getaffinity(0))
+        stages["kernels"] = _COMPILER_BYTES * min(_MOST_COMPILERS, len(os.sched_getaffinity(0)))
         # The builder holds an engine's constants once as it maps them and once as it writes them.
         stages["engine"] = _LIBRARY_BYTES + 2 * max(device.engine_weights.values())
     else:
@@ -134,10 +135,10 @@ def disk(workload: Workload, store: Store, device: DeviceMemory, *, assets: int,
         free: bytes that are free where the bundle will lie.
     """
     layers = workload.spec.num_hidden_layers
-    files = {WEIGHTS_FILE: store.nbytes, "assets": assets}
+    files = {WEIGHTS_FILE: store.nbytes, ASSETS: assets}
     files |= dict.fromkeys(GRAPH_FILES.values(), _GRAPH_BYTES_PER_LAYER * layers)
     if workload.on_gpu:
-        files["kernels"] = _KERNEL_BYTES
+        files[KERNELS] = _KERNEL_BYTES
         for graph, constants in device.engine_weights.items():
             code = _ENGINE_BYTES + (_ENGINE_BYTES_PER_LAYER + _LIST_BYTES_PER_LAYER) * layers
             files[engine_file(graph)] = constants + code
@@ -154,24 +155,24 @@ def present_bytes(folder: Path, planned: Mapping[str, int], finished: Collection
     """
     present = 0
     for name, size in planned.items():
-        for path in (folder / name, folder / (name + PARTIAL_SUFFIX)):
-            is_kept = name in finished or path.name.endswith(PARTIAL_SUFFIX)
-            if is_kept and path.is_file():
-                # A partial file may have holes; the size of a finished one is what was planned.
-                present += min(size, path.stat().st_blocks * 512 if name not in finished else path.stat().st_size)
+        partial = folder / (name + PARTIAL_SUFFIX)
+        if name in finished:
+            present += size
+        elif partial.is_file():
+            present += min(size, partial.stat().st_blocks * 512)  # it may have holes
     return present
 
 
-def free_bytes(folder: Path) -> int:
-    """Free space on the file system where a folder lies or will lie.
-
-    Raises:
-        OSError: as the file system reports it.
-    """
+def free_bytes(folder: Path) -> int | None:
+    """Free space on the file system where a folder lies or will lie; None where that cannot be found out."""
     place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    try:
+        while not place.exists():
+            place = place.parent
+        usage = shutil.disk_usage(place)
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # /proc and the like have no size
 
 
 def machine_memory() -> int:

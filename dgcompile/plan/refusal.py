@@ -26,11 +26,14 @@ def refuse_what_cannot_fit(plan: BuildPlan) -> None:
             expected=_expected(plan),
             fix="`dgcompile plan` shows what takes how much",
         )
-    host, stage = plan.host, plan.host.largest_stage
-    if host.needed > host.machine:
+    # TensorRT builds engines on the card's own machine, which may be another one.
+    elsewhere = {"engine"} if plan.workload.target.backend == "tensorrt" else set()
+    here = {stage: size for stage, size in plan.host.stages.items() if stage not in elsewhere}
+    stage = max(here, key=lambda name: here[name])
+    if here[stage] > plan.host.machine:
         advice = "choose a recipe without static scales, such as w8a16" if stage == "calibration" else None
         raise StageError(
-            f"stage {stage} needs about {_gb(host.needed)} of memory and this machine has {_gb(host.machine)}",
+            f"stage {stage} needs about {_gb(here[stage])} of memory and this machine has {_gb(plan.host.machine)}",
             expected="a machine with more memory",
             fix=advice or "build on another machine and copy the bundle",
         )
