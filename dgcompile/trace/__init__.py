@@ -22,6 +22,8 @@ def trace_graphs(
 ) -> None:
     """Writes ``encoder.onnx`` and ``denoiser.onnx`` into ``folder``; needs the model's shape, not its weights.
 
+    The time it takes does not depend on the model's width, and hardly on its depth: see :mod:`dgcompile.trace.repeat`.
+
     Args:
         config: the parsed ``config.json``.
         spec: the same as a ModelSpec.
@@ -37,12 +39,15 @@ def trace_graphs(
     from dgcompile.trace.export import export_program, to_onnx, write_onnx
     from dgcompile.trace.model import weightless_model
     from dgcompile.trace.modules import DenoiserGraph, EncoderGraph, check_transformers, swap_modules
+    from dgcompile.trace.repeat import repeat_layers, representative_layers, shallow_config
 
     dtype, (weight_format, group_size) = recipe.computes_in, recipe.expert_format
-    store = lay_out_store(spec, recipe)
+    layers = representative_layers(spec)
+    shallow = spec.model_copy(update={"layers": tuple(spec.layers[number] for number in layers)})
+    store, shallow_store = lay_out_store(spec, recipe), lay_out_store(shallow, recipe)
     with (progress or Progress()).task("trace", total=5) as advance:
         check_transformers()
-        model, fake = weightless_model(config, dtype)
+        model, fake = weightless_model(shallow_config(config, layers), dtype)
         swap_modules(model, weight_format, group_size)
         advance()
         modules: dict[GraphName, EncoderGraph | DenoiserGraph] = {
@@ -50,7 +55,9 @@ def trace_graphs(
             "denoiser": DenoiserGraph(model),
         }
         for graph, module in modules.items():
-            program = export_program(graph, module, spec, dtype, fake)
+            program = export_program(graph, module, shallow, dtype, fake)
             advance()
-            write_onnx(to_onnx(graph, program, spec, dtype, store, weight_format), folder / GRAPH_FILES[graph])
+            traced = to_onnx(graph, program, shallow, dtype, shallow_store, weight_format)
+            repeat_layers(graph, traced, layers, spec, dtype, store)
+            write_onnx(traced, folder / GRAPH_FILES[graph])
             advance()
