@@ -53,7 +53,8 @@ class EngineTensor(BaseModel):
         dtype: of its elements. Packed bytes (uint8 in the weights store) are int8 to an engine.
         shape: axes are numbers, or the symbols of the contract.
         profile: of inputs with a symbol in their shape.
-        weight: name in the weights store, for weights that are bound as inputs; None for everything else.
+        parts: for weights that are bound as inputs, the tensors of the weights store that lie in it one after another.
+        transposed: whether the parts, matrices [N_i, K], are laid side by side as [K, sum of N_i] instead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,12 +64,15 @@ class EngineTensor(BaseModel):
     dtype: EngineDType
     shape: tuple[int | str, ...]
     profile: Profile | None = None
-    weight: str | None = None
+    parts: tuple[str, ...] = ()
+    transposed: bool = False
 
     @model_validator(mode="after")
-    def _is_bound_to_itself(self) -> EngineTensor:
-        if self.weight is not None and (self.mode != "input" or self.weight != self.name):
-            raise ValueError(f"weight {self.weight} belongs to an input of that name")
+    def _is_an_input(self) -> EngineTensor:
+        if self.parts and (self.mode != "input" or self.profile is not None):
+            raise ValueError(f"{self.name} is made of {self.parts[0]}, so it must be an input of one shape")
+        if self.transposed and not self.parts:
+            raise ValueError(f"{self.name} is transposed but made of no weights")
         return self
 
 
@@ -83,7 +87,7 @@ class EngineTable(BaseModel):
     @property
     def weights(self) -> tuple[EngineTensor, ...]:
         """The weights that are bound as inputs."""
-        return tuple(tensor for tensor in self.tensors if tensor.weight is not None)
+        return tuple(tensor for tensor in self.tensors if tensor.parts)
 
     def to_bytes(self) -> bytes:
         """The table as it lies on disk."""

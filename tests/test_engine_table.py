@@ -21,7 +21,7 @@ TABLE = EngineTable(
             shape=("batch", "new_tokens"),
             profile=Profile(min=(1, 1), opt=(1, 256), max=(1, 512)),
         ),
-        EngineTensor(name="a.weight", mode="input", dtype="bfloat16", shape=(4, 8), weight="a.weight"),
+        EngineTensor(name="a.weight", mode="input", dtype="bfloat16", shape=(4, 8), parts=("a.weight",)),
         EngineTensor(name="present.0.key", mode="output", dtype="bfloat16", shape=("batch", "new_tokens", 2, 16)),
     ),
 )

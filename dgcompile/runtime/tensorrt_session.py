@@ -321,8 +321,7 @@ class TensorRTSession:
         """A context with the weights bound."""
         context = self._engines[graph].new_context(self._workspace)
         for tensor in self._engines[graph].table.weights:
-            assert tensor.weight is not None
-            context.set_address(tensor.name, self._weights[tensor.weight])
+            context.set_address(tensor.name, self._weights[tensor.name])
         return context
 
     def _new_state(self) -> DeviceState:
@@ -394,7 +393,7 @@ def _check_table(
     graph: GraphName, table: EngineTable, spec: ModelSpec, dtype: EngineDType, max_context: int, max_batch: int
 ) -> None:
     """Compares an engine with the contract: addresses are bound, so a wrong shape would touch foreign memory."""
-    found = {tensor.name: tensor for tensor in table.tensors if tensor.weight is None}
+    found = {tensor.name: tensor for tensor in table.tensors if not tensor.parts}
     cache_dtype = cast("DType", dtype)
     wanted: list[tuple[str, TensorSpec]] = [
         *(("input", tensor) for tensor in graph_inputs(graph, spec, cache_dtype)),

@@ -306,8 +306,8 @@ class EngineRunner:
         sizes = _sizes(table, feed)
         results = {}
         for tensor in table.tensors:
-            if tensor.weight is not None:
-                context.set_address(tensor.name, self._weights[tensor.weight])
+            if tensor.parts:
+                context.set_address(tensor.name, self._weights[tensor.name])
                 continue
             shape = shapes_of(sizes, tensor.shape)
             packed = np.zeros(shape, dtype=_PACKED[tensor.dtype])

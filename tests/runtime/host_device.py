@@ -258,7 +258,7 @@ def lift_weights(path: Path) -> tuple[onnx.ModelProto, dict[str, EngineTensor]]:
             continue
         model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
         lifted[tensor.name] = EngineTensor(
-            name=tensor.name, mode="input", dtype="float32", shape=tuple(tensor.dims), weight=tensor.name
+            name=tensor.name, mode="input", dtype="float32", shape=tuple(tensor.dims), parts=(tensor.name,)
         )
     del model.graph.initializer[:]
     model.graph.initializer.extend(kept)

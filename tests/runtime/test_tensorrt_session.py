@@ -275,7 +275,7 @@ def test_new_tokens_are_written_in_place_where_nothing_reads(toy_folder: Path, n
 
 def test_weights_are_loaded_once_for_both_engines(real: TensorRTSession, real_bundle: Bundle) -> None:
     device: Any = real._device
-    names = {tensor.weight for engine in real._engines.values() for tensor in engine.table.weights}
+    names = {tensor.name for engine in real._engines.values() for tensor in engine.table.weights}
     assert set(real._weights) == names and any("experts" in str(name) for name in names)
     everything = sum(size for name, size in device.allocated.items() if name == "weights")
     assert everything < 1.1 * real_bundle.weights_file.stat().st_size

@@ -1,8 +1,8 @@
 """From a traced graph to what TensorRT parses, and to the table of the engine's tensors.
 
 Two things change. The bodies of the custom operators go, because TensorRT's parser would prefer them to the plugins
-without a word. And the large tables become inputs, so that both engines are given the same device memory and none
-stores them: see :data:`LIFTED`.
+without a word. And the weights become inputs, so that both engines are given the same device memory and none stores
+them. What stays are norms, routers, scales, and dense weights of a format that cannot be an input.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 
+from dgcompile.build.tensorrt.dense import lift_dense
 from dgcompile.contract import ONNX_DOMAIN, GraphName, TensorSpec, graph_inputs, graph_outputs
 from dgcompile.engine_table import EngineDType, EngineTable, EngineTensor, Profile
 from dgcompile.errors import EngineError
@@ -19,11 +20,11 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.recipe import ActivationDType, WeightClass, weight_class
 from dgcompile.runtime.loop import ENCODE_CHUNK
 
-LIFTED: frozenset[WeightClass] = frozenset({"experts", "embedding"})
-"""Classes of weight that are inputs of the engines: 23.6 of the published model's 25.3 billion parameters. The others
-stay constants, which the builder may lay out anew for its kernels."""
+TABLES: frozenset[WeightClass] = frozenset({"experts", "embedding"})
+"""Classes of weight that are inputs of the engines as they lie in the store, tensor by tensor. Dense weights are inputs
+too, several to one where they multiply the same value: see :mod:`dgcompile.build.tensorrt.dense`."""
 
-_ENGINE_DTYPES: Mapping[int, EngineDType] = {
+ENGINE_DTYPES: Mapping[int, EngineDType] = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.FLOAT16: "float16",
     onnx.TensorProto.BFLOAT16: "bfloat16",
@@ -55,19 +56,23 @@ def engine_graph(path: Path) -> tuple[onnx.ModelProto, dict[str, EngineTensor]]:
         if not _is_lifted(initializer):
             kept.append(initializer)
             continue
-        dtype = _ENGINE_DTYPES.get(initializer.data_type)
+        dtype = ENGINE_DTYPES.get(initializer.data_type)
         if dtype is None:
             name = onnx.TensorProto.DataType.Name(initializer.data_type)
             raise EngineError(f"{path.name}: {initializer.name} is {name}", expected="a dtype that an engine can take")
         given = onnx.TensorProto.INT8 if dtype == "int8" else initializer.data_type
         model.graph.input.append(onnx.helper.make_tensor_value_info(initializer.name, given, initializer.dims))
         lifted[initializer.name] = EngineTensor(
-            name=initializer.name, mode="input", dtype=dtype, shape=tuple(initializer.dims), weight=initializer.name
+            name=initializer.name,
+            mode="input",
+            dtype=dtype,
+            shape=tuple(initializer.dims),
+            parts=(initializer.name,),
         )
     del model.graph.initializer[:]
     model.graph.initializer.extend(kept)
     _multiply_untransposed(model.graph, lifted)
-    return model, lifted
+    return model, {**lifted, **lift_dense(model.graph)}
 
 
 def _multiply_untransposed(graph: onnx.GraphProto, lifted: Mapping[str, EngineTensor]) -> None:
@@ -134,7 +139,7 @@ def _is_lifted(initializer: onnx.TensorProto) -> bool:
     if initializer.data_location != onnx.TensorProto.EXTERNAL:
         return False
     # Scales are stored beside their weight, under its name and a suffix of their own.
-    return weight_class(initializer.name) in LIFTED
+    return weight_class(initializer.name) in TABLES
 
 
 def engine_table(
