@@ -1,8 +1,8 @@
 """Writes a checkpoint of the published size, or of its first layers, without the published weights.
 
 The config, the names, shapes and dtype of the tensors and the split into files are those of
-google/diffusiongemma-26B-A4B-it; there is no vision tower, which dgcompile does not read. Tokenizer, chat template,
-generation_config.json and calibration.jsonl are those of examples/sudoku, whose vocabulary is smaller.
+google/diffusiongemma-26B-A4B-it, but for the vision tower, which dgcompile does not read and is tiny here. Tokenizer,
+chat template, generation_config.json and calibration.jsonl are those of examples/sudoku, whose vocabulary is smaller.
 
     python scripts/synthetic_checkpoint.py CHECKPOINT --fill sparse          # all 30 layers, 50 GB of holes: no disk
     python scripts/synthetic_checkpoint.py CHECKPOINT --layers 2             # two layers of random weights: 4.8 GB
@@ -42,7 +42,7 @@ from dgcompile.files import PARTIAL_SUFFIX, sync_folder
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Advance, Progress
 from dgcompile.safetensors_file import StoredTensor, lay_out, tensor_nbytes
-from tests.model_config import MAX_LAYERS, published_config
+from tests.model_config import MAX_LAYERS, published_config, vision_tensors
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "sudoku"
 ASSETS = (
@@ -82,11 +82,11 @@ class Shard(NamedTuple):
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def plan_shards(spec: ModelSpec, shard_bytes: int) -> dict[str, Shard]:
-    """The files by name: tensors in the order of the layers, as many to a file as fit into ``shard_bytes``."""
+def plan_shards(shapes: Mapping[str, tuple[int, ...]], shard_bytes: int) -> dict[str, Shard]:
+    """The files by name: tensors in the given order, as many to a file as fit into ``shard_bytes``."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = []
     room = 0
-    for name, shape in spec.expected_tensors().items():
+    for name, shape in shapes.items():
         nbytes = tensor_nbytes(STORED_DTYPE, shape)
         if not groups or nbytes > room:
             groups.append({})
@@ -126,7 +126,7 @@ def write_checkpoint(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder")
     spec = ModelSpec.from_config(config)
-    shards = plan_shards(spec, shard_bytes)
+    shards = plan_shards({**spec.expected_tensors(), **vision_tensors(config)}, shard_bytes)
     total = sum(shard.nbytes for shard in shards.values())
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with _folder_that_appears_whole(folder) as partial:

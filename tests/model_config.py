@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 PAD, EOS, BOS, UNKNOWN, TURN, END_OF_TURN = range(6)
@@ -27,6 +28,24 @@ PUBLISHED_SIZES: dict[str, Any] = {
 }
 """Sizes of google/diffusiongemma-26B-A4B-it by their keys in config.json, ``canvas_length`` outside its text_config."""
 
+SMALL_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 32,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+    "vocab_size": 320,
+    "sliding_window": 24,
+    "max_position_embeddings": 512,
+    "canvas_length": 16,
+}
+"""The same keys for a stand-in of a megabyte, with widths that every number format and kernel takes."""
+
 
 def published_config(layers: int = MAX_LAYERS, *, dtype: str = "bfloat16", **sizes: int) -> dict[str, Any]:
     """The published config.json, with a tiny vision tower, cut to its first layers.
@@ -44,6 +63,36 @@ def published_config(layers: int = MAX_LAYERS, *, dtype: str = "bfloat16", **siz
     kinds = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)]
     kinds[-1] = "full_attention"
     return published_form(dtype=dtype, layer_types=kinds, num_hidden_layers=layers, **{**PUBLISHED_SIZES, **sizes})
+
+
+def vision_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of :func:`published_form`'s vision tower, which dgcompile does not read."""
+    vision, hidden = config["vision_config"], config["text_config"]["hidden_size"]
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    query, kv = (vision[key] * vision["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    tower = "model.encoder.vision_tower."
+    tensors: dict[str, tuple[int, ...]] = {
+        tower + "patch_embedder.position_embedding_table": (2, vision["position_embedding_size"], width),
+        tower + "patch_embedder.input_proj.weight": (width, 3 * vision["patch_size"] ** 2),
+    }
+    for index in range(vision["num_hidden_layers"]):
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.linear": (query, width),
+            "self_attn.k_proj.linear": (kv, width),
+            "self_attn.v_proj.linear": (kv, width),
+            "self_attn.o_proj.linear": (width, query),
+            "self_attn.q_norm": (vision["head_dim"],),
+            "self_attn.k_norm": (vision["head_dim"],),
+            "mlp.gate_proj.linear": (inner, width),
+            "mlp.up_proj.linear": (inner, width),
+            "mlp.down_proj.linear": (width, inner),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+            "pre_feedforward_layernorm": (width,),
+            "post_feedforward_layernorm": (width,),
+        }
+        tensors |= {f"{tower}encoder.layers.{index}.{name}.weight": shape for name, shape in shapes.items()}
+    return {**tensors, "model.encoder.embed_vision.embedding_projection.weight": (hidden, width)}
 
 
 def published_form(*, canvas_length: int, dtype: str, **text: Any) -> dict[str, Any]:

@@ -24,25 +24,9 @@ from dgcompile.checkpoint import Checkpoint, is_vision_tensor
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Advance, Progress
 from dgcompile.safetensors_file import read_header
-from tests.model_config import published_config
+from tests.model_config import SMALL_SIZES, published_config, vision_tensors
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "synthetic_checkpoint.py"
-SMALL: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_global_key_value_heads": 1,
-    "global_head_dim": 16,
-    "num_experts": 6,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-    "vocab_size": 320,
-    "sliding_window": 24,
-    "max_position_embeddings": 512,
-    "canvas_length": 16,
-}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +41,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    return published_config(8, **SMALL)
+    return published_config(8, **SMALL_SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +58,6 @@ def tensors(folder: Path) -> dict[str, bytes]:
         for file in folder.glob("*.safetensors")
         for name, tensor in read_header(file).items()
     }
-
-
-def meta_model(config: dict[str, Any]) -> DiffusionGemmaForBlockDiffusion:
-    """transformers' own model of a config, as shapes only."""
-    with torch.device("meta"):
-        return DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**json.loads(json.dumps(config))))
 
 
 def test_the_published_config_has_the_published_size() -> None:
@@ -104,21 +82,21 @@ def test_a_size_that_the_model_does_not_have_is_refused() -> None:
 
 def test_transformers_expects_the_same_tensors_at_the_published_size() -> None:
     config = published_config()
-    expected = ModelSpec.from_config(config).expected_tensors()
-    theirs = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    expected = {**ModelSpec.from_config(config).expected_tensors(), **vision_tensors(config)}
+    with torch.device("meta"):
+        model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**json.loads(json.dumps(config))))
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert {name: theirs.get(name) for name in expected} == expected
+    assert set(filter(is_vision_tensor, theirs)) == set(vision_tensors(config))
 
 
-def test_transformers_loads_it_strictly(written: Path, config: dict[str, Any]) -> None:
+def test_transformers_loads_it_and_nothing_is_missing(written: Path) -> None:
+    model: Any = DiffusionGemmaForBlockDiffusion
+    loaded, found = model.from_pretrained(written, output_loading_info=True)
+    assert not any(found.values()), found
     opened = Checkpoint.open(written)
-    model = meta_model(config)
-    # The encoder's copies of what it shares are the same parameters, so transformers ties them itself.
-    stored = {name: opened.read(name) for name in opened.tensors}
-    found = model.load_state_dict(stored, strict=False, assign=True)
-    assert not found.unexpected_keys
-    model.tie_weights()
-    untouched = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    assert all(is_vision_tensor(name) for name in untouched), untouched
+    theirs = loaded.state_dict()
+    assert all(torch.equal(theirs[name].bfloat16(), opened.read(name)) for name in opened.tensors)
 
 
 def test_the_files_are_what_the_index_says(script: ModuleType, written: Path) -> None:
@@ -155,7 +133,7 @@ def test_bytes_depend_neither_on_the_split_nor_on_other_tensors(
         sizes = [tensor.nbytes for tensor in read_header(file).values()]
         assert len(sizes) == 1 or sum(sizes) <= 100_000
     assert tensors(tmp_path / "split") == tensors(written)
-    script.write_checkpoint(tmp_path / "shorter", published_config(7, **SMALL))
+    script.write_checkpoint(tmp_path / "shorter", published_config(7, **SMALL_SIZES))
     shorter = tensors(tmp_path / "shorter")
     assert {name: data for name, data in tensors(written).items() if ".layers.5." in name}.items() <= shorter.items()
 
@@ -171,8 +149,8 @@ def test_weights_differ_between_seeds_tensors_and_pieces(
     experts = [second[f"model.decoder.layers.{index}.experts.gate_up_proj"] for index in range(8)]
     assert len(set(experts)) == 8
     # Rows of all pieces, numbered across pieces: none equals another one.
-    rows = [experts[0][start : start + 96] for start in range(0, len(experts[0]), 96)]
-    assert len(set(rows)) == len(rows) == 6 * 48
+    rows = [experts[0][start : start + 128] for start in range(0, len(experts[0]), 128)]
+    assert len(set(rows)) == len(rows)
 
 
 def test_sparse_is_zeros_that_take_no_disk(script: ModuleType, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What ``scripts/real_size_check.py`` is made of."""
