@@ -17,6 +17,11 @@ _DISTRIBUTIONS = {
     "tensorrt": ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12"),
 }
 _KEPT_VARIABLES = ("CUDA", "NVIDIA", "PYTHON", "TMPDIR", "VIRTUAL_ENV")
+_MALLOC = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=65536"}
+"""Keeps memory of the library's short-lived threads out of the building thread's hands. glibc gives a freed piece to
+the thread that freed it, whoever took it, unless that cache is off; and with as many arenas as threads (the library
+starts one for each processor) none takes from the building thread's. Otherwise, addresses follow how threads are
+scheduled: see worker.py."""
 _LINKS = "lib"
 _LIBRARY_FOLDERS = {"tensorrt_rtx": "tensorrt_rtx_libs", "tensorrt": "tensorrt_libs"}
 
@@ -62,4 +67,4 @@ def worker_environment(backend: str, folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
     # numpy's linear algebra would start threads, which take memory when they happen to run.
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**kept, **single, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}
+    return {**kept, **single, **_MALLOC, "LD_LIBRARY_PATH": ":".join(paths), "PYTHONHASHSEED": "0"}

@@ -9,13 +9,13 @@ stderr.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +65,7 @@ class EngineJob:
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _SAME_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of <sys/personality.h>
+_NEVER = 1e6  # seconds after which Python makes a thread yield to a waiting one
 
 
 def _fix_addresses() -> None:
@@ -99,14 +100,33 @@ def main() -> None:
     job = EngineJob(**json.loads(sys.stdin.readline()))
     _end_with_parent(int(job.parent))
     _import_libraries(job)
-    # In a thread of its own, whose memory comes from a fresh arena: see _fix_addresses.
-    builder = threading.Thread(target=_work, args=(job, emit))
-    builder.start()
-    builder.join()
+    _in_fresh_thread(lambda: _work(job, emit))
     events.flush()
     # TensorRT's objects and Python's end in an order that has crashed; everything is written.
     sys.stderr.flush()
     os._exit(0)
+
+
+def _in_fresh_thread(work: Callable[[], None]) -> None:
+    """Runs ``work`` in a thread whose memory comes from a fresh arena, see :func:`_fix_addresses`, and waits for it.
+
+    This thread must not run beside the other one: Python's objects share one heap, and where they lie decides in which
+    order TensorRT's bindings free memory. Thread.start() and join() would take and free some at a moment that the
+    scheduler chooses (seen to change engines). So this thread waits for a bare lock, and keeps the interpreter's lock
+    until it does.
+    """
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            done.release()
+
+    sys.setswitchinterval(_NEVER)
+    _thread.start_new_thread(run, ())
+    done.acquire()
 
 
 def _import_libraries(job: EngineJob) -> None:
