@@ -45,7 +45,7 @@ from dgcompile.recipe import Recipe
 from dgcompile.target import Backend, Target
 from dgcompile.weights_store import WEIGHTS_FILE as WEIGHTS_FILE
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the bundle's layout that this dgcompile writes; it reads this one and older ones."""
 
 MANIFEST_FILE = "manifest.json"

@@ -5,9 +5,9 @@ GPU cannot be asked here. No torch, no TensorRT.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dgcompile.config_file import read_bytes, validation_error
 from dgcompile.contract import GraphName
@@ -77,12 +77,19 @@ class EngineTensor(BaseModel):
 
 
 class EngineTable(BaseModel):
-    """All tensors of an engine, in its order."""
+    """All tensors of an engine, in its order.
+
+    Attributes:
+        graph: which one it runs.
+        tensors: its inputs and outputs.
+        workspace_bytes: device memory that a run needs beside them, as the builder said; None where it did not.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     graph: GraphName
     tensors: tuple[EngineTensor, ...]
+    workspace_bytes: Annotated[int, Field(strict=True, ge=0)] | None = None
 
     @property
     def weights(self) -> tuple[EngineTensor, ...]:

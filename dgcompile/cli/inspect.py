@@ -11,7 +11,7 @@ from dgcompile.cli.command import FOLDER, Command, json_option
 from dgcompile.cli.text import format_bytes, print_json
 
 if TYPE_CHECKING:
-    from dgcompile.bundle import EngineLibrary
+    from dgcompile.bundle import EngineLibrary, Manifest
 
 
 @click.command(
@@ -55,6 +55,7 @@ def command(bundle: Path, verify: bool, as_json: bool) -> None:
             f"{spec.vocab_size}, canvas {spec.canvas_length}",
             "experts": f"{spec.num_experts}, {spec.top_k_experts} per token, width {spec.moe_intermediate_size}",
             "engine": _engine(engine) if engine else "-",
+            **_workspaces(bundle, manifest),
             "checkpoint": manifest.checkpoint,
             "made by": f"dgcompile {manifest.dgcompile_version}, bundle format {manifest.format_version}",
         }
@@ -86,3 +87,15 @@ def _engine(engine: EngineLibrary) -> str:
         return f"{engine.name} {engine.version}, of a rehearsal: runs nowhere"
     versions = f"{engine.oldest_version} or newer" if engine.name == "onnxruntime" else "this version only"
     return f"{engine.name} {engine.version}, runs on {versions}"
+
+
+def _workspaces(bundle: Path, manifest: Manifest) -> dict[str, str]:
+    """What the engines' runs need beside weights and caches, of which the larger counts: they take turns."""
+    from dgcompile.contract import GRAPH_FILES
+    from dgcompile.engine_table import EngineTable, table_file
+
+    if manifest.target.backend == "onnxruntime" or manifest.stages["engine"].state != "finished":
+        return {}
+    needed = {graph: EngineTable.read(bundle / table_file(graph)).workspace_bytes for graph in GRAPH_FILES}
+    known = [f"{graph} {format_bytes(nbytes)}" for graph, nbytes in needed.items() if nbytes is not None]
+    return {"workspace": ", ".join(known) + " of device memory, shared"} if known else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -80,3 +81,19 @@ def unfinished_copy(bundle: Path, folder: Path, *stages: StageName) -> Path:
         manifest["stages"][stage] = {"state": "pending"}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     return folder
+
+
+def readers(layers: str, name: str) -> list[tuple[str, str]]:
+    """The layers of an engine that read an input: the type of each, and the dtype that it reads.
+
+    Args:
+        layers: the list of layers as TensorRT-RTX writes it.
+        name: of the input.
+    """
+    found = []
+    for line in layers.splitlines():
+        parts = re.match(r"Name: \S+, LayerType: (\w+), Inputs: \[(.*?)\], Constants:", line)
+        if parts:
+            inputs = re.findall(rf"Name: {re.escape(name)}, [^{{}}]*?Datatype: (\w+)", parts[2])
+            found += [(parts[1], dtype) for dtype in inputs]
+    return found

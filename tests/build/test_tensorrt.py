@@ -35,7 +35,7 @@ from dgcompile.gpu import Card, Gpus
 from dgcompile.progress import Advance, Progress
 from dgcompile.recipe import Recipe, weight_class
 from dgcompile.target import Target
-from tests.build.helpers import Labels, content, start_runner, unfinished_copy
+from tests.build.helpers import Labels, content, readers, start_runner, unfinished_copy
 from tests.models import random_checkpoint
 
 pytest.importorskip("tensorrt_rtx")
@@ -106,6 +106,26 @@ def test_engines_run_plugins_where_the_graphs_have_operators(built: Path, graph:
     assert "OneHot" in bodies and "OneHot" not in {node.op_type for node in model.graph.node}
 
 
+@pytest.mark.parametrize("graph", GRAPH_FILES)
+def test_each_dense_weight_is_read_by_one_product_as_it_lies(built: Path, graph: GraphName) -> None:
+    layers = (built / layers_file(graph)).read_text()
+    dense = [
+        tensor.name for tensor in EngineTable.read(built / table_file(graph)).weights if "_proj.weight" in tensor.name
+    ]
+    assert len(dense) > 4
+    assert {name: readers(layers, name) for name in dense} == {name: [("gemm", "BFloat16")] for name in dense}
+
+
+@pytest.mark.parametrize("graph", GRAPH_FILES)
+def test_tables_say_what_a_run_needs(built: Path, graph: GraphName) -> None:
+    table = EngineTable.read(built / table_file(graph))
+    spec = Bundle.open(built, to_run=False).spec
+    assert table.workspace_bytes is not None
+    # The logits of a canvas in float32 are part of the denoiser's.
+    assert table.workspace_bytes > (4 * spec.canvas_length * spec.vocab_size if graph == "denoiser" else 0)
+    assert table.workspace_bytes < 1 << 30
+
+
 def test_no_table_is_copied_in_a_call(built: Path) -> None:
     layers = (built / layers_file("denoiser")).read_text()
     readers = re.findall(
@@ -137,7 +157,7 @@ def test_tables_say_what_is_bound(built: Path, graph: GraphName) -> None:
     used = {
         tensor.name
         for tensor in onnx.load(built / GRAPH_FILES[graph], load_external_data=False).graph.initializer
-        if weight_class(tensor.name) not in ("norms", "router") and len(tensor.dims) > 1
+        if tensor.external_data and len(tensor.dims) > 1 and weight_class(tensor.name) != "router"
     }
     assert sorted(parts) == sorted(used)
     between = "model.decoder.layers.0."

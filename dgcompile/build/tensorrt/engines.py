@@ -78,12 +78,14 @@ def build_engines(
             parent=f"{os.getpid():010}",  # as long for every process; see worker.py
         )
         try:
-            version = _run_worker(job, folder, progress)["version"]
+            told = _run_worker(job, folder, progress)
+            version = told["version"]
             for name in (job.engine, job.layers):
                 (folder / name).replace(folder / name.removesuffix(PARTIAL_SUFFIX))
         finally:
             for name in (job.engine, job.layers):
                 (folder / name).unlink(missing_ok=True)
+        table = table.model_copy(update={"workspace_bytes": told["workspace_bytes"]})
         write_atomically(folder / table_file(graph), table.to_bytes())
     sync_folder(folder / ENGINES_FOLDER)
     return version

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -32,6 +33,8 @@ Emit = Callable[[dict[str, Any]], None]
 LAYERS_BEGIN = ("Layers:", "Engine Layer Information:")
 """How the message begins that lists the finished engine's layers, which the builder writes at VERBOSE."""
 
+WORKSPACE = re.compile(r"Total Activation Memory: (\d+)")
+"""The message that says how much device memory a run of the engine needs, in bytes."""
 
 BUNDLE_LINK = "bundle"
 """Link in the folder that a worker is started in."""
@@ -203,7 +206,7 @@ def _build(job: EngineJob, emit: Emit) -> dict[str, Any]:
         raise EngineError(f"{job.backend} {trt.__version__} could not build the {job.graph}: {logger.last_error}")
     layers = logger.layers or _inspected(trt, logger, job)
     (bundle / job.layers).write_text(layers.rstrip("\n") + "\n", encoding="utf-8")
-    return {"version": trt.__version__}
+    return {"version": trt.__version__, "workspace_bytes": logger.workspace_bytes}
 
 
 def _inspected(trt: Any, logger: Any, job: EngineJob) -> str:
@@ -220,11 +223,12 @@ def _inspected(trt: Any, logger: Any, job: EngineJob) -> str:
 
 def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps the list of layers and the last error; prints warnings to stderr, which the parent shows on failure."""
+        """Keeps what it says of the engine and the last error; prints warnings to stderr, which the parent shows on failure."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.layers = ""
+            self.workspace_bytes: int | None = None
             self.last_error = "it gave no reason"
 
         def log(self, severity: Any, message: str) -> None:
@@ -234,6 +238,8 @@ def _logger(trt: Any) -> Any:
                 print(message, file=sys.stderr, flush=True)
             elif message.startswith(LAYERS_BEGIN):
                 self.layers = message
+            elif said := WORKSPACE.match(message):
+                self.workspace_bytes = int(said[1])
 
     return Logger()
 
