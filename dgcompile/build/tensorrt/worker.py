@@ -223,7 +223,7 @@ def _inspected(trt: Any, logger: Any, job: EngineJob) -> str:
 
 def _logger(trt: Any) -> Any:
     class Logger(trt.ILogger):  # type: ignore[misc]
-        """Keeps what it says of the engine and the last error; prints warnings to stderr, which the parent shows on failure."""
+        """Keeps what it says of the engine; prints warnings to stderr, which the parent shows on failure."""
 
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
