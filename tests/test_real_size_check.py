@@ -25,13 +25,13 @@ from real_size import parts
 from real_size.checks import (
     CHECKS,
     CheckFailed,
+    Reference,
     Workplace,
     check_build,
     check_generate,
     check_quantize,
     check_resume,
     half_of_the_weights,
-    hashes,
     read_and_write,
 )
 from real_size.results import Results, Row, at_most, equal, near
@@ -126,7 +126,7 @@ def test_a_build_is_held_against_its_plan(place: Prepared, bundle: Path) -> None
     figures = place.figures["build"]
     assert figures["planned_bytes"] > 0
     assert figures["disk_bytes"] == sum(file.stat().st_blocks * 512 for file in bundle.rglob("*"))
-    assert place.reference == hashes(bundle)
+    assert place.reference == Reference.of(bundle)
     assert not (place.folder / "bundle").exists()
 
 
@@ -134,15 +134,16 @@ def test_a_killed_build_must_end_the_same(place: Prepared, bundle: Path, tmp_pat
     unfinished = shutil.copytree(bundle, tmp_path / "unfinished")
     (unfinished / WEIGHTS_FILE).unlink()
     place.bundles = {"resumed": unfinished}
-    place.reference = hashes(bundle)
+    place.reference = reference = Reference.of(bundle)
     found = rows(check_resume, place)
     assert found["killed after half of the weights: exit code"].found == "-9"
     assert all(row.holds is not False for row in found.values()), found
 
-    place.reference[WEIGHTS_FILE] = "0" * 64
-    assert rows(check_resume, place)["files that differ from those of the build in one go"] == Row(
-        "files that differ from those of the build in one go", WEIGHTS_FILE, "none", False
-    )
+    reference.files.update({WEIGHTS_FILE: "0" * 64, "manifest.json": "0" * 64})
+    reference.manifest["stages"]["engine"]["inputs"] = "0" * 64
+    what = "files that differ from those of the build in one go"
+    differing = f"manifest.json (stages.engine.inputs), {WEIGHTS_FILE}"
+    assert rows(check_resume, place)[what] == Row(what, differing, "none", False)
 
 
 def test_the_bundle_says_what_transformers_says(place: Prepared) -> None:

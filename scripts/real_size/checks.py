@@ -17,7 +17,7 @@ from typing import Any
 from measure import Measured, Part, measure
 from synthetic_checkpoint import EXAMPLE, Fill, write_checkpoint
 
-from dgcompile.bundle import Manifest
+from dgcompile.bundle import MANIFEST_FILE, Manifest
 from dgcompile.checkpoint import GENERATION_CONFIG_FILE
 from dgcompile.cli.render import progress
 from dgcompile.cli.text import format_bytes, format_seconds
@@ -36,6 +36,31 @@ class CheckFailed(Exception):
     """A check that could not be carried out; the message says why."""
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A finished bundle, as far as another build of it is held against it.
+
+    Attributes:
+        files: SHA-256 of each file by name.
+        manifest: the content of its manifest.
+    """
+
+    files: dict[str, str]
+    manifest: dict[str, Any]
+
+    @classmethod
+    def of(cls, bundle: Path) -> Reference:
+        """Reads all of a bundle."""
+        return cls(hashes(bundle), json.loads((bundle / MANIFEST_FILE).read_text()))
+
+    def differences(self, bundle: Path) -> list[str]:
+        """Names of the files that differ in another bundle; for the manifest also which entries."""
+        other = Reference.of(bundle)
+        differing = sorted({name for name, _ in self.files.items() ^ other.files.items()})
+        entries = ", ".join(different_entries(self.manifest, other.manifest))
+        return [f"{name} ({entries})" if name == MANIFEST_FILE and entries else name for name in differing]
+
+
 @dataclass
 class Workplace:
     """Where and how large the checks run.
@@ -47,7 +72,7 @@ class Workplace:
         keep: leave checkpoints and bundles where they are.
         echo: pass on what the measured commands say.
         figures: JSON data by check, filled in by the checks.
-        reference: SHA-256 of each file of the whole build's bundle, once that has been made.
+        reference: what the whole build came to, once it has been made.
     """
 
     folder: Path
@@ -57,7 +82,7 @@ class Workplace:
     keep: bool = False
     echo: bool = False
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reference: dict[str, str] | None = None
+    reference: Reference | None = None
 
     @property
     def whole(self) -> int:
@@ -264,7 +289,7 @@ def check_build(place: Workplace) -> Iterator[Row]:
     with place.new_folder("bundle") as bundle:
         done = place.dgcompile("build.build", *build_words(place, bundle))
         used = disk_bytes(bundle)
-        place.reference = hashes(bundle)
+        place.reference = Reference.of(bundle)
     place.figures["build"]["disk_bytes"], place.figures["build"]["planned_bytes"] = used, planned
     yield at_most("all stages", done.whole.seconds, 40 * MINUTE, format_seconds)
     for label, part in {**done.parts, "all stages": done.whole}.items():
@@ -282,10 +307,10 @@ def check_resume(place: Workplace) -> Iterator[Row]:
     if place.reference is None:
         with place.new_folder("bundle") as bundle:
             place.dgcompile("resume.reference", *build_words(place, bundle))
-            place.reference = hashes(bundle)
+            place.reference = Reference.of(bundle)
     with place.new_folder("resumed") as bundle:
         kills: list[tuple[str, Callable[[], bool]]] = [("half of the weights", lambda: half_of_the_weights(bundle))]
-        if any(name.endswith(".engine") for name in place.reference):
+        if any(name.endswith(".engine") for name in place.reference.files):
             kills.append(("one of two engines", lambda: any(bundle.glob("engines/*.engine"))))
         for index, (when, reached) in enumerate(kills):
             done = place.dgcompile(
@@ -299,9 +324,8 @@ def check_resume(place: Workplace) -> Iterator[Row]:
             yield Row("finished by then", ", ".join(name for name in states if states[name] == "finished") or "nothing")
         done = place.dgcompile("resume.resumed", *build_words(place, bundle))
         yield Row("the rest", format_seconds(done.whole.seconds))
-        found = hashes(bundle)
-    differing = sorted({name for name, _ in found.items() ^ place.reference.items()})
-    place.figures["resume"] |= {"expected": place.reference, "found": found}
+        differing = place.reference.differences(bundle)
+    place.figures["resume"]["files"] = place.reference.files
     yield equal("files that differ from those of the build in one go", ", ".join(differing) or "none", "none")
 
 
@@ -309,6 +333,15 @@ def hashes(bundle: Path) -> dict[str, str]:
     """SHA-256 of each file of a bundle by name, but for what engines remember between runs."""
     files = (file for file in sorted(bundle.rglob("*")) if file.is_file() and file.parent.name != "cache")
     return {str(file.relative_to(bundle)): sha256_file(file) for file in files}
+
+
+def different_entries(one: Any, other: Any, path: str = "") -> list[str]:
+    """Where two pieces of JSON data differ: ``stages.engine.inputs``."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other})
+        found = (different_entries(one.get(key), other.get(key), f"{path}.{key}".lstrip(".")) for key in keys)
+        return [entry for entries in found for entry in entries]
+    return [] if one == other else [path]
 
 
 def half_of_the_weights(bundle: Path) -> bool:
