@@ -27,8 +27,8 @@ class DeviceMemory:
     """Bytes on the device while a bundle runs at its limits. On the CPU the device is the machine itself.
 
     Attributes:
-        bound_weights: of weights that lie there once.
-        engine_weights: of weights inside each engine; empty on the CPU.
+        bound_weights: of weights that are inputs of engines and lie there once.
+        engine_weights: of weights inside each engine: small ones, and INT4 ones that are no experts; empty on the CPU.
         kv_cache: by kind of layer.
         new_tokens: of the encoder's results before they are in the cache; zero on the CPU, where they are activations.
         self_conditioning: of the signal, which has two copies.
@@ -70,7 +70,7 @@ class DeviceMemory:
 def device_memory(workload: Workload, store: Store) -> DeviceMemory:
     """What a session of the bundle holds on the device."""
     if workload.on_gpu:
-        weights = weights_in_engines(workload.spec, store)
+        weights = weights_in_engines(workload.spec, workload.recipe, store)
     else:
         weights = EngineWeights(sum(tensor.nbytes for tensor in store.tensors.values()), {})
     return _memory(workload, store, weights)

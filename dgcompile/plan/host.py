@@ -37,7 +37,7 @@ _FULL_PRECISION = 4
 """Bytes of a parameter while a calibration runs, which loads the model in float32."""
 
 # Bytes on disk, from bundles that were built: graphs and engines grow with the layers, kernels do not.
-_GRAPH_BYTES_PER_LAYER = 80_000
+_GRAPH_BYTES_PER_LAYER = 35_000
 _ENGINE_BYTES = 2_000_000
 _ENGINE_BYTES_PER_LAYER = 1_500_000
 _LIST_BYTES_PER_LAYER = 45_000

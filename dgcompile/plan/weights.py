@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.model_spec import ModelSpec
-from dgcompile.recipe import WeightClass, weight_class, weight_of
+from dgcompile.recipe import Recipe, WeightClass, weight_class, weight_of
 from dgcompile.runtime.device import aligned
 from dgcompile.weights_store import Store
 
-BOUND: frozenset[WeightClass] = frozenset({"experts", "embedding"})
-"""Classes that are inputs of both engines and so lie in device memory once; every other one is a constant of each
-engine that uses it. The same classes as ``dgcompile.build.tensorrt.graph.LIFTED``, which needs onnx to be imported."""
+_TABLES: frozenset[WeightClass] = frozenset({"experts", "embedding"})
+"""Classes that are inputs of engines as they are stored, scales included."""
+
+_DENSE: frozenset[WeightClass] = frozenset({"attention", "dense_mlp", "self_conditioning"})
+"""Classes whose matrices are inputs of engines, but for INT4; their scales are constants."""
 
 _LAST_LAYER_OF_ENCODER = ("k_proj", "v_proj", "k_norm", "v_norm", "input_layernorm")
 """What the encoder needs of the last layer: its keys and values, and the norm before them."""
@@ -32,24 +34,45 @@ class EngineWeights:
     bound: int
     constants: Mapping[GraphName, int]
 
-    @property
-    def device_bytes(self) -> int:
-        """Device memory of all of them: what is in both engines counts twice."""
-        return self.bound + sum(self.constants.values())
 
+def weights_in_engines(spec: ModelSpec, recipe: Recipe, store: Store) -> EngineWeights:
+    """How a store's tensors are shared out between device memory and the two engines.
 
-def weights_in_engines(spec: ModelSpec, store: Store) -> EngineWeights:
-    """How a store's tensors are shared out between device memory and the two engines."""
+    ``dgcompile.build.tensorrt`` decides it, graph by graph; this is the same from names and formats alone.
+    """
     bound = 0
     constants: dict[GraphName, int] = dict.fromkeys(GRAPH_FILES, 0)
     for name, tensor in store.tensors.items():
-        if weight_class(name) in BOUND:
+        if is_engine_input(name, recipe):
             bound += aligned(tensor.nbytes)
+            if _is_loaded_twice(name, spec, recipe):
+                bound += aligned(tensor.nbytes)
             continue
         for graph in constants:
             if is_in_graph(weight_of(name), graph, spec):
                 constants[graph] += tensor.nbytes
     return EngineWeights(bound, constants)
+
+
+def is_engine_input(name: str, recipe: Recipe) -> bool:
+    """Whether a tensor of the store is an input of the engines that use it, and so lies in device memory once; every
+    other one is a constant of each of them."""
+    kind = weight_class(name)
+    is_matrix = kind in _DENSE and name == weight_of(name)
+    return kind in _TABLES or (is_matrix and recipe.weights.of(kind).format != "int4")
+
+
+def _is_loaded_twice(name: str, spec: ModelSpec, recipe: Recipe) -> bool:
+    """Whether a tensor is part of one input of the encoder and of another one of the denoiser.
+
+    Projections of one value are one input, and in the last layer the encoder has no queries. Static scales keep them
+    apart.
+    """
+    last = f"model.decoder.layers.{spec.num_hidden_layers - 1}.self_attn."
+    return recipe.weights.attention.activations == "none" and name in (
+        last + "k_proj.weight",
+        last + "v_proj.weight",
+    )
 
 
 def is_in_graph(weight: str, graph: GraphName, spec: ModelSpec) -> bool:
