@@ -73,6 +73,7 @@ def command(
     """
     from dgcompile.build.planning import plan_build
     from dgcompile.plan import DEFAULT_TOKENS_PER_STEP
+    from dgcompile.plan.refusal import refusal_of
     from dgcompile.recipe import Recipe
     from dgcompile.target import Target
 
@@ -86,10 +87,15 @@ def command(
         tokens_per_step=DEFAULT_TOKENS_PER_STEP if tokens_per_step is None else tokens_per_step,
         output=output,
     )
+    refusal = refusal_of(plan)
     if as_json:
-        print_json(plan.to_values())
+        print_json({**plan.to_values(), "build_refusal": str(refusal) if refusal else None})
         return
     _render(plan)
+    from dgcompile.cli.render import console
+
+    console().print()
+    console().print(f"A BUILD HERE IS REFUSED: {refusal}" if refusal else "can be built here")
 
 
 def _render(plan: BuildPlan) -> None:

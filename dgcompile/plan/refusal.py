@@ -9,8 +9,6 @@ from dgcompile.plan.build_plan import BuildPlan
 def refuse_what_cannot_fit(plan: BuildPlan) -> None:
     """Refuses a build that the target's device, or this machine's memory or disk, is too small for.
 
-    Weights of the CPU target are mapped from their file: too little memory makes it slow, so it is not refused.
-
     Args:
         plan: in the folder of the bundle, see :meth:`BuildPlan.in_folder`.
 
@@ -18,8 +16,18 @@ def refuse_what_cannot_fit(plan: BuildPlan) -> None:
         InputError: the memory of the target's device does not suffice.
         StageError: this machine's memory or disk does not.
     """
+    refusal = refusal_of(plan)
+    if refusal is not None:
+        raise refusal
+
+
+def refusal_of(plan: BuildPlan) -> InputError | StageError | None:
+    """Why a build would be refused here; None for one that would not.
+
+    Weights of the CPU target are mapped from their file: too little memory makes it slow, so it is not refused.
+    """
     if plan.workload.on_gpu and not plan.fits:
-        raise InputError(
+        return InputError(
             f"{plan.workload.target.title} has {_gb(plan.device_has)} and would need {_gb(plan.device.total)} "
             f"({_parts(plan)}) for recipe {plan.workload.recipe.name!r}, {plan.workload.max_context} tokens and "
             f"{plan.workload.max_batch} rows",
@@ -32,7 +40,7 @@ def refuse_what_cannot_fit(plan: BuildPlan) -> None:
     stage = max(here, key=lambda name: here[name])
     if here[stage] > plan.host.machine:
         advice = "choose a recipe without static scales, such as w8a16" if stage == "calibration" else None
-        raise StageError(
+        return StageError(
             f"stage {stage} needs about {_gb(here[stage])} of memory and this machine has {_gb(plan.host.machine)}",
             expected="a machine with more memory",
             fix=advice or "build on another machine and copy the bundle",
@@ -40,11 +48,12 @@ def refuse_what_cannot_fit(plan: BuildPlan) -> None:
     disk = plan.disk
     if disk.free is not None and disk.needed > disk.free:
         there = f", {_gb(disk.present)} of it are there" if disk.present else ""
-        raise StageError(
+        return StageError(
             f"the bundle takes about {_gb(disk.bundle)}{there}, and {_gb(disk.free)} are free on its disk",
             expected=f"{_gb(disk.needed)} of free space",
             fix="free some, or choose another output folder",
         )
+    return None
 
 
 def _expected(plan: BuildPlan) -> str:

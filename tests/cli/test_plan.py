@@ -44,7 +44,7 @@ def test_a_folder_with_only_a_config_is_enough(config: Path) -> None:
     of_folder = run("plan", str(config.parent), "--target", "h100", "--json")
     first, second = json.loads(of_file.stdout), json.loads(of_folder.stdout)
     for found in (first, second):
-        del found["host"], found["disk"]  # what is free changes while we look
+        del found["host"], found["disk"], found["build_refusal"]  # what is free changes while we look
     assert first == second and first["recipe"] == "w8a16"
 
 
@@ -71,6 +71,9 @@ def test_what_does_not_fit_is_shown_and_said(config: Path) -> None:
     result = run("plan", str(config), "--target", "rtx4090", "--recipe", "bf16")
     assert result.exit_code == 0
     assert "DOES NOT FIT; nor does it with any shorter context or smaller batch" in result.stdout
+    assert "A BUILD HERE IS REFUSED: NVIDIA GeForce RTX 4090 24 GB has 24.0 GB and would" in result.stdout
+    found = json.loads(run("plan", str(config), "--target", "rtx4090", "--recipe", "bf16", "--json").stdout)
+    assert found["build_refusal"].startswith("NVIDIA GeForce RTX 4090 24 GB has 24.0 GB and would need 53.0 GB")
     many = run("plan", str(config), "--target", "rtx5090", "--max-batch", "32").stdout
     assert "DOES NOT FIT; at this context a max batch of" in many
 
@@ -98,6 +101,7 @@ def test_a_checkpoint_with_weights(checkpoint: Path) -> None:
     found = json.loads(run("plan", str(checkpoint), "--target", "cpu", "--max-batch", "3", "--json").stdout)
     small_files = sum((checkpoint / name).stat().st_size for name in ("tokenizer.json", "chat_template.jinja"))
     assert found["disk"]["files_bytes"]["assets"] >= small_files
+    assert found["build_refusal"] is None
     assert found["max_batch"] == 3 and found["step"] is None and found["step_lacks"] == "memory_bandwidth"
 
 
