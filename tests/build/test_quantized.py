@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import yaml
+from onnxruntime import OrtValue
 from safetensors.torch import load_file, save_file
 
 from dgcompile.build import build, stages
+from dgcompile.build.tensorrt.dense import lift_dense
 from dgcompile.bundle import CALIBRATION_FILE, WEIGHTS_FILE, Bundle
 from dgcompile.checkpoint import Checkpoint
-from dgcompile.contract import GRAPH_FILES
+from dgcompile.contract import GRAPH_FILES, GraphName
 from dgcompile.engine_table import EngineTable, layers_file, table_file
 from dgcompile.errors import CheckpointError, InputError, RecipeError, StageError
+from dgcompile.progress import Progress
 from dgcompile.quantize.calibration import Calibration
 from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe, WeightRecipe
+from dgcompile.runtime.onnxruntime_session import _session_options
 from dgcompile.runtime.pipeline import Pipeline
+from dgcompile.runtime.weight_loading import load_weights, stored_weights
 from dgcompile.safetensors_file import read_header
 from dgcompile.target import Target
 from dgcompile.weights_store import class_sizes, with_static_scale
 from tests.build.helpers import Labels, content, readers, unfinished_copy
 from tests.models import random_checkpoint
+from tests.runtime.host_device import HostDevice
 
 EXPERTS = "model.decoder.layers.0.experts.gate_up_proj"
 EVERYTHING = """
@@ -156,12 +166,90 @@ def test_engines_for_an_rtx_5090_multiply_what_the_recipe_says(source: Path, tmp
         weights = {tensor.name: tensor for tensor in EngineTable.read(folder / table_file(graph)).weights}
         # Dense weights are read in their formats, by one product each; those of MLPs with static scales are FP8's own.
         products = {name: readers(layers, name) for name in weights if "_proj.weight" in name}
-        assert len(products) == (14 if graph == "denoiser" else 6)
+        assert len(products) == (12 if graph == "denoiser" else 6)
         for name, found in products.items():
             unpacked = [("runtime_fusion", "Int8" if "self_attn" in name else "FP8")]
             assert found == ([("gemm", "FP8")] if "mlp" in name else unpacked), (graph, name)
         assert (weights[EXPERTS].dtype, weights[EXPERTS].shape[1:]) == ("int8", (1, 128, 32))
         assert (weights[EXPERTS + "_scale"].dtype, weights[EXPERTS + "_scale"].shape[1:]) == ("float16", (2, 128))
+
+
+# dense weights as inputs -------------------------------------------------------------------------------------------
+
+
+SIZES = {"batch": 2, "new_tokens": 5}
+CAPACITY, PAST = 9, (7, 3)
+TYPES = {"tensor(float)": np.float32, "tensor(int32)": np.int32}
+
+
+def feeds(session: onnxruntime.InferenceSession, vocabulary: int) -> dict[str, np.ndarray]:
+    """Two rows of different lengths."""
+    random = np.random.default_rng(0)
+    given: dict[str, np.ndarray] = {}
+    for value in session.get_inputs():
+        shape = [axis if isinstance(axis, int) else SIZES.get(axis, CAPACITY) for axis in value.shape]
+        if value.name.endswith("_ids"):
+            given[value.name] = random.integers(0, vocabulary, shape)
+        elif value.name in ("past_length", "input_length"):
+            given[value.name] = np.array(PAST if value.name == "past_length" else (5, 2))
+        elif value.name in ("temperature", "entropy_bound", "uniform"):
+            given[value.name] = random.uniform(0.1, 0.9, shape)
+        else:
+            given[value.name] = random.normal(size=shape)
+        given[value.name] = given[value.name].astype(TYPES[value.type])
+    return given
+
+
+@pytest.mark.parametrize("graph", GRAPH_FILES)
+def test_the_graph_with_dense_inputs_computes_the_same(built: Path, tmp_path: Path, graph: GraphName) -> None:
+    # As an engine is given it, with weights as sessions load them.
+    os.link(built / WEIGHTS_FILE, tmp_path / WEIGHTS_FILE)
+    model = onnx.load(built / GRAPH_FILES[graph], load_external_data=False)
+    inputs = lift_dense(model.graph)
+    onnx.save(model, tmp_path / "lifted.onnx")
+    options = _session_options(1)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    sessions = [
+        onnxruntime.InferenceSession(file, options) for file in (built / GRAPH_FILES[graph], tmp_path / "lifted.onnx")
+    ]
+    given = feeds(sessions[0], Bundle.open(built).spec.vocab_size)
+    expected = sessions[0].run(None, given)
+
+    table = EngineTable(graph=graph, tensors=tuple(inputs.values()))
+    device, weights = HostDevice(), stored_weights([table], built / WEIGHTS_FILE)
+    addresses = load_weights(device, weights, Progress(), staging_bytes=1000)
+    feed = {name: OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
+    elements = {"int8": onnx.TensorProto.INT8, "float8e4m3fn": onnx.TensorProto.FLOAT8E4M3FN}
+    for tensor in inputs.values():
+        data = device.view(addresses[tensor.name], weights[tensor.name].nbytes).reshape(tensor.shape)
+        # onnxruntime takes 8-bit floats as bytes.
+        packed = np.ascontiguousarray(data.view(np.int8) if tensor.dtype == "int8" else data)
+        feed[tensor.name] = OrtValue.ortvalue_from_numpy_with_onnx_type(packed, elements[tensor.dtype])
+    found = [value.numpy() for value in sessions[1].run_with_ort_values(None, feed)]
+    for output, wanted, actual in zip(sessions[0].get_outputs(), expected, found, strict=True):
+        assert np.isfinite(wanted).all()
+        if wanted.dtype != np.float32:
+            assert (wanted == actual).all(), output.name
+            continue
+        # The same multiply-adds in another order: roundings of float32 through two layers.
+        assert np.abs(wanted - actual).max() <= 1e-4 * np.abs(wanted).max(), output.name
+
+
+@pytest.mark.parametrize("graph", GRAPH_FILES)
+def test_every_matrix_of_a_dense_layer_is_an_input(built: Path, graph: GraphName) -> None:
+    model = onnx.load(built / GRAPH_FILES[graph], load_external_data=False)
+    inputs = lift_dense(model.graph)
+    left = [tensor for tensor in model.graph.initializer if tensor.external_data and len(tensor.dims) == 2]
+    assert {tensor.name.rsplit(".", 2)[-2] for tensor in left} <= {"embed_tokens", "proj"}  # proj: of the router
+    assert not {tensor.name for tensor in model.graph.initializer} & set(inputs)
+    assert {value.name for value in model.graph.input} >= set(inputs)
+    together = sorted(len(tensor.parts) for tensor in inputs.values())
+    # Queries, keys and values; keys are values in the second layer. Gate and up stay apart where they are rounded.
+    assert together == ([1] * 9 + [2, 2, 3] if graph == "denoiser" else [1] * 5 + [3])
+    for tensor in inputs.values():
+        rounded = ".mlp." in tensor.name
+        assert tensor.transposed is not rounded
+        assert tensor.dtype == ("int8" if "self_attn" in tensor.name else "float8e4m3fn")
 
 
 # refused before any work ----------------------------------------------------------------------------------------------
