@@ -50,8 +50,10 @@ class Target(BaseModel):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Target:
-        if self.backend != "onnxruntime" and (self.compute_capability is None or self.multiprocessors is None):
-            raise ValueError(f"a target of the {self.backend} backend needs compute_capability and multiprocessors")
+        needed = ("compute_capability", "multiprocessors", "memory_bytes")
+        lacking = [name for name in needed if getattr(self, name) is None]
+        if self.backend != "onnxruntime" and lacking:
+            raise ValueError(f"a target of the {self.backend} backend needs {', '.join(lacking)}")
         return self
 
     @property

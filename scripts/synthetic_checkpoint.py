@@ -312,7 +312,8 @@ def main(output: Path, layers: int, fill: Fill, seed: int) -> None:
     try:
         total = write_checkpoint(output, published_config(layers), fill=fill, seed=seed, progress=rendered_progress())
     except OSError as error:
-        raise click.ClickException(str(error)) from error
+        problem = f"{output} cannot be written: {error.strerror}" if error.strerror else str(error)
+        raise click.UsageError(f"{problem}; name another folder") from error
     disk = sum(file.stat().st_blocks * 512 for file in output.iterdir())
     click.echo(f"{output}: {layers} layers, {total / 1e9:.1f} GB of weights, {disk / 1e9:.1f} GB on disk")
 

@@ -61,9 +61,11 @@ def progress() -> Progress:
 
 
 def _amount(done: float, total: float | None, unit: str) -> str:
-    """How far a task is: ``1.2 MB of 3.4 MB``, ``7 of 42 tensors``."""
+    """How far a task is: ``1.2 MB of 3.4 MB``, ``7 of 42 tensors``, ``17 of 100 %``."""
     if unit == "bytes":
         return format_bytes(done) + (f" of {format_bytes(total)}" if total is not None else "")
+    if unit == "%":
+        done = round(done)
     return f"{done:g}" + (f" of {total:g}" if total is not None else "") + (f" {unit}" if unit else "")
 
 
