@@ -11,7 +11,7 @@ from dgcompile.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoin
 from dgcompile.config_file import read_json
 from dgcompile.errors import BundleError, CheckpointError, InputError, MissingDependencyError
 from dgcompile.model_spec import ModelSpec
-from dgcompile.plan import DEFAULT_TOKENS_PER_STEP, BuildPlan, Workload, make_plan
+from dgcompile.plan import BuildPlan, Workload, make_plan
 from dgcompile.plan.host import ASSETS, KERNELS
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
@@ -27,7 +27,7 @@ def plan_build(
     *,
     max_context: int | None = None,
     max_batch: int | None = None,
-    tokens_per_step: float = DEFAULT_TOKENS_PER_STEP,
+    tokens_per_step: float | None = None,
     output: Path | None = None,
 ) -> BuildPlan:
     """Plans a build without doing any of it. Reads ``config.json`` and, of a folder with weights, their headers.
@@ -37,7 +37,7 @@ def plan_build(
         target: what to build for.
         recipe: the precision of each class of weight.
         max_context, max_batch: as of ``build``; on the CPU, ``max_batch`` is the rows of the batch that is planned for.
-        tokens_per_step: tokens of a finished text that one denoising step gives each row.
+        tokens_per_step: tokens of a finished text that one denoising step gives each row; None for the usual.
         output: where the bundle would lie, for the disk space there; None for the current folder.
 
     Raises:
@@ -70,7 +70,7 @@ def plan_in_folder(
     source: Path | None,
     *,
     calibrates: bool,
-    tokens_per_step: float = DEFAULT_TOKENS_PER_STEP,
+    tokens_per_step: float | None = None,
 ) -> BuildPlan:
     """The plan of a build into a folder, which need not exist; what an earlier build left there counts.
 
@@ -79,7 +79,7 @@ def plan_in_folder(
         folder: of the bundle.
         source: folder of the checkpoint, for the size of its small files.
         calibrates: whether the build runs the model to take ranges of activations.
-        tokens_per_step: tokens of a finished text that one denoising step gives each row.
+        tokens_per_step: tokens of a finished text that one denoising step gives each row; None for the usual.
 
     Raises:
         InputError: ``tokens_per_step`` is out of range.

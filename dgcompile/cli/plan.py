@@ -72,7 +72,6 @@ def command(
     card's published peaks: nothing is measured.
     """
     from dgcompile.build.planning import plan_build
-    from dgcompile.plan import DEFAULT_TOKENS_PER_STEP
     from dgcompile.plan.refusal import refusal_of
     from dgcompile.recipe import Recipe
     from dgcompile.target import Target
@@ -84,7 +83,7 @@ def command(
         Recipe.load(recipe or chosen.default_recipe),
         max_context=max_context,
         max_batch=max_batch,
-        tokens_per_step=DEFAULT_TOKENS_PER_STEP if tokens_per_step is None else tokens_per_step,
+        tokens_per_step=tokens_per_step,
         output=output,
     )
     refusal = refusal_of(plan)

@@ -67,7 +67,7 @@ class BuildPlan:
             finished: names of files there that are kept as they are.
         """
         present = present_bytes(folder, self.disk.files, finished)
-        return replace(self, disk=replace(self.disk, present=present, free=free_bytes(folder)))
+        return replace(self, disk=replace(self.disk, present=present, free=free_bytes(folder), folder=folder))
 
     def to_values(self) -> dict[str, Any]:
         """As JSON data: bytes, seconds and FLOPs, see docs/plan.md."""
@@ -156,7 +156,7 @@ def make_plan(
     *,
     calibrates: bool = False,
     assets: int = 0,
-    tokens_per_step: float = DEFAULT_TOKENS_PER_STEP,
+    tokens_per_step: float | None = None,
 ) -> BuildPlan:
     """Plans a build. Pure arithmetic, but for this machine's memory.
 
@@ -164,12 +164,15 @@ def make_plan(
         workload: what to plan; its target has kernels for the model, see ``dgcompile.build.kernels.plan_kernels``.
         calibrates: whether the build runs the model to take ranges of activations.
         assets: bytes of tokenizer, chat template and the like.
-        tokens_per_step: tokens of a finished text that one denoising step gives each row.
+        tokens_per_step: tokens of a finished text that one denoising step gives each row; None for
+            :data:`DEFAULT_TOKENS_PER_STEP`, or the canvas where that is shorter.
 
     Raises:
         InputError: ``tokens_per_step`` is no number of tokens.
     """
     canvas = workload.spec.canvas_length
+    if tokens_per_step is None:
+        tokens_per_step = min(DEFAULT_TOKENS_PER_STEP, float(canvas))
     if not 0 < tokens_per_step <= canvas:
         raise InputError(f"tokens_per_step is {tokens_per_step}", expected=f"a number above 0, at most {canvas}")
     store = lay_out_store(workload.spec, workload.recipe)

@@ -77,11 +77,13 @@ class Disk:
         files: of its files; estimates but for the weights.
         present: what of these an earlier build left in the folder.
         free: on the folder's file system; None where that is not known.
+        folder: of the bundle; None for a plan that is in none.
     """
 
     files: Mapping[str, int]
     present: int
     free: int | None
+    folder: Path | None = None
 
     @property
     def bundle(self) -> int:

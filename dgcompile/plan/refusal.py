@@ -28,7 +28,7 @@ def refusal_of(plan: BuildPlan) -> InputError | StageError | None:
     """
     if plan.workload.on_gpu and not plan.fits:
         return InputError(
-            f"{plan.workload.target.title} has {_gb(plan.device_has)} and would need {_gb(plan.device.total)} "
+            f"{plan.workload.target.title} has {_size(plan.device_has)} and would need {_size(plan.device.total)} "
             f"({_parts(plan)}) for recipe {plan.workload.recipe.name!r}, {plan.workload.max_context} tokens and "
             f"{plan.workload.max_batch} rows",
             expected=_expected(plan),
@@ -41,17 +41,18 @@ def refusal_of(plan: BuildPlan) -> InputError | StageError | None:
     if here[stage] > plan.host.machine:
         advice = "choose a recipe without static scales, such as w8a16" if stage == "calibration" else None
         return StageError(
-            f"stage {stage} needs about {_gb(here[stage])} of memory and this machine has {_gb(plan.host.machine)}",
+            f"stage {stage} needs about {_size(here[stage])} of memory and this machine has {_size(plan.host.machine)}",
             expected="a machine with more memory",
             fix=advice or "build on another machine and copy the bundle",
         )
     disk = plan.disk
     if disk.free is not None and disk.needed > disk.free:
-        there = f", {_gb(disk.present)} of it are there" if disk.present else ""
+        there = f", {_size(disk.present)} of it are there" if disk.present else ""
         return StageError(
-            f"the bundle takes about {_gb(disk.bundle)}{there}, and {_gb(disk.free)} are free on its disk",
-            expected=f"{_gb(disk.needed)} of free space",
-            fix="free some, or choose another output folder",
+            f"no space left for {disk.folder or 'the bundle'}: it takes about {_size(disk.bundle)}{there}, and "
+            f"{_size(disk.free)} are free on its disk",
+            expected=f"{_size(disk.needed)} of free space",
+            fix="free some, then run the same command again, or choose another output folder",
         )
     return None
 
@@ -73,8 +74,8 @@ def _parts(plan: BuildPlan) -> str:
         "activations": device.workspace,
         "the rest": device.new_tokens + device.self_conditioning + device.small_tensors + device.allowance,
     }
-    return ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -192,7 +192,7 @@ def test_build_again_only_checks_and_reports(bundle: Path, checkpoint: Path) -> 
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--target", "h200"], "h200"),
+        (["--target", "h900"], "h900"),
         (["--target", "h100"], "head_dim is 8"),
         (["--target", "h100", "--recipe", "fp32"], "float32"),
         (["--target", "cpu", "--max-batch", "2"], "max_batch"),

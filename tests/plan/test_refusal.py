@@ -101,7 +101,7 @@ def test_a_build_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
 
 def test_a_build_is_refused_on_a_full_disk(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgcompile.plan.build_plan.free_bytes", lambda folder: 1000)
-    with pytest.raises(StageError, match=r"the bundle takes about .* are free on its disk"):
+    with pytest.raises(StageError, match=r"no space left for .*: it takes about .* are free on its disk; .* run the same command again"):
         build(checkpoint, Target.load("cpu"), Recipe.load("fp32"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

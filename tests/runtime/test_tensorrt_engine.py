@@ -18,7 +18,7 @@ TABLE = EngineTable.model_validate(
         "graph": "denoiser",
         "tensors": [
             {"name": "x", "mode": "input", "dtype": "bfloat16", "shape": ["batch", 4]},
-            {"name": "table", "mode": "input", "dtype": "int8", "shape": [7], "weight": "table"},
+            {"name": "table", "mode": "input", "dtype": "int8", "shape": [7], "parts": ["table"]},
             {"name": "y", "mode": "output", "dtype": "int32", "shape": ["batch", 4]},
         ],
     }
