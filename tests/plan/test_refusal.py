@@ -86,7 +86,10 @@ def test_disk(published: ModelSpec) -> None:
             refuse_what_cannot_fit(here)
         else:
             text = str(refusal(here))
-            assert f"the bundle takes about {needed / 1e9:.1f} GB" in text and "another output folder" in text
+            assert (
+                f"no space left for the bundle: it takes about {needed / 1e9:.1f} GB" in text
+                and "another output folder" in text
+            )
 
 
 def test_a_build_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
@@ -94,14 +97,15 @@ def test_a_build_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
     small = Target.load("rtx5090").model_copy(
         update={"name": "small", "title": "A small card", "memory_bytes": 1 << 29}
     )
-    with pytest.raises(InputError, match=r"A small card has 0\.5 GB and would need 0\.5 GB \(weights 0\.0 GB"):
+    with pytest.raises(InputError, match=r"A small card has 0\.5 GB and would need 0\.5 GB \(weights \d\.\d\d MB"):
         build(checkpoint, small, Recipe.load("bf16"), tmp_path / "out", max_context=96, max_batch=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_a_build_is_refused_on_a_full_disk(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dgcompile.plan.build_plan.free_bytes", lambda folder: 1000)
-    with pytest.raises(StageError, match=r"no space left for .*: it takes about .* are free on its disk; .* run the same command again"):
+    said = r"no space left for .*: it takes about .* are free on its disk; .* run the same command again"
+    with pytest.raises(StageError, match=said):
         build(checkpoint, Target.load("cpu"), Recipe.load("fp32"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
