@@ -130,7 +130,8 @@ class _Layer:
         self.hidden_in, self.hidden_out = values[f"hidden_states.{number - 1}"], values[f"hidden_states.{number}"]
         self.present = [values[name] for name in present_names(number) if name in values]
         weights = [value for value in graph.initializers.values() if _layer_of(value.name) == number]
-        self.given = {*weights, *(values[name] for name in past_names(number))}
+        # In the graph's order, not a set: their copies are written in this order, and equal traces give equal bytes.
+        self.given = [*weights, *(values[name] for name in past_names(number))]
         needed = _ancestors([self.hidden_out, *self.present], stop=self.hidden_in)
         own = _descendants([self.hidden_in, *self.given]) & needed
         self.nodes = [node for node in graph if node in own]
@@ -201,7 +202,7 @@ def _check_apart(layers: list[_Layer], graph: ir.Graph) -> None:
         read = {value for node in layer.nodes for value in node.inputs if value is not None}
         foreign = [
             value.name
-            for value in read - layer.given - {layer.hidden_in}
+            for value in read - {*layer.given, layer.hidden_in}
             if value.producer() not in own and (value.producer() in layered or _layer_of(value.name) is not None)
         ]
         given_out = [

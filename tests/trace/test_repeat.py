@@ -84,6 +84,16 @@ def test_repeated_layers_are_those_of_a_whole_trace(repeated: Path, whole: Path,
     assert len(models[0].graph.initializer) == len(models[1].graph.initializer)
 
 
+def test_repeated_layers_are_the_same_bytes_again(repeated: Path, recipe: Recipe, tmp_path: Path) -> None:
+    config = deep_config()
+    trace_graphs(config, ModelSpec.from_config(config), recipe, tmp_path)
+    for file in GRAPH_FILES.values():
+        assert (
+            hashlib.sha256((tmp_path / file).read_bytes()).digest()
+            == hashlib.sha256((repeated / file).read_bytes()).digest()
+        ), file
+
+
 @pytest.mark.parametrize("graph", GRAPH_FILES)
 def test_every_node_and_value_has_a_name_of_its_own_and_a_layer_in_it(repeated: Path, graph: GraphName) -> None:
     nodes = onnx.load(repeated / GRAPH_FILES[graph], load_external_data=False).graph.node
