@@ -208,7 +208,7 @@ def test_nothing_of_others_is_touched(script: ModuleType, config: dict[str, Any]
         with pytest.raises(FileExistsError):
             script.write_checkpoint(tmp_path / folder, config)
     result = CliRunner().invoke(script.main, [str(tmp_path / "checkpoint"), "--fill", "sparse"])
-    assert result.exit_code == 1 and "not an empty folder" in result.output
+    assert result.exit_code == 2 and "not an empty folder" in result.output
     assert sorted(str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")) == [
         "checkpoint/notes.txt",
         "free.partial/notes.txt",
