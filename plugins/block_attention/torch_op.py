@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
-@torch.library.custom_op("dgcompile::block_attention", mutates_args=())
+@library.custom_op("dgcompile::block_attention", mutates_args=())
 def block_attention(
     query: Tensor,
     key: Tensor,

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import gelu, linear
 
 from dgcompile.plugins.moe.formats import WeightFormat
 from dgcompile.plugins.moe.torch_weights import dequantize, round_rows
 
 
-@torch.library.custom_op("dgcompile::mixture_of_experts", mutates_args=())
+@library.custom_op("dgcompile::mixture_of_experts", mutates_args=())
 def mixture_of_experts(
     hidden: Tensor,
     expert_ids: Tensor,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import library
 
 from dgcompile.plugins.moe import formats, torch_weights
 from dgcompile.plugins.moe.formats import WeightFormat
@@ -242,7 +243,7 @@ def test_the_operator_is_one_that_torch_can_trace(weight_format: WeightFormat, g
     arrays, _ = case(weight_format, group, VALUES[0])
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     keywords = {**tensors, "weight_format": weight_format, "group_size": group}
-    torch.library.opcheck(torch_op, (), keywords, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(torch_op, (), keywords, test_utils=("test_schema", "test_faketensor"))
 
 
 if __name__ == "__main__":
