@@ -226,22 +226,40 @@ def _folder(source: str | Path) -> Path:
             raise CheckpointError(f"{path} is a file", expected="the folder of a checkpoint, or a hub id")
     except (OSError, RuntimeError) as problem:
         raise CheckpointError(f"{source} cannot be opened: {problem}") from problem
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
+    if isinstance(source, Path) or not is_hub_id(source):
         raise CheckpointError(f"no such folder: {path}", expected="the folder of a checkpoint, or a hub id (org/name)")
+    return fetch_from_hub(source)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether it can name a checkpoint on the Hugging Face hub, ``org/name``."""
+    return _HUB_ID.fullmatch(source) is not None
+
+
+def fetch_from_hub(hub_id: str, file: str | None = None) -> Path:
+    """Fetches a checkpoint, or one file of it, into the hub's cache; returns the folder, or the file.
+
+    Raises:
+        MissingDependencyError: huggingface_hub is not installed.
+        CheckpointError: it could not be fetched; says why.
+    """
     try:
         import huggingface_hub
     except ImportError as problem:
         raise MissingDependencyError(
-            f"there is no folder {source}, and a checkpoint from the hub needs huggingface_hub",
+            f"there is no folder {hub_id}, and a checkpoint from the hub needs huggingface_hub",
             fix="pip install 'dgcompile[build]', or give a folder",
         ) from problem
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(_HUB_FILES)))
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(hub_id, file))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
     except (OSError, ValueError) as problem:
         # All of the hub's own errors are one of the two; their texts run over many lines.
         summary = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
+        wanted = f"its {file} " if file else ""
         raise CheckpointError(
-            f"{source} is no folder and could not be fetched from the hub: {summary}",
+            f"{hub_id} is no folder and {wanted}could not be fetched from the hub: {summary}",
             fix="check the name, the network and the login, or give a folder",
         ) from problem
 

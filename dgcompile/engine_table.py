@@ -12,11 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dgcompile.config_file import read_bytes, validation_error
 from dgcompile.contract import GraphName
 from dgcompile.errors import BundleError
+from dgcompile.recipe import WeightClass
 
 ENGINES_FOLDER = "engines"
 """Folder of a bundle that holds its engines."""
 
 EngineDType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int8", "int32", "bool"]
+
+
+TABLES: frozenset[WeightClass] = frozenset({"experts", "embedding"})
+"""Classes of weight that are inputs of engines as they lie in the store, tensor by tensor, scales included. Dense
+weights are inputs too, several to one where they multiply the same value: see :mod:`dgcompile.build.tensorrt.dense`."""
 
 
 def engine_file(graph: GraphName) -> str:

@@ -42,7 +42,8 @@ _ACTIVATIONS_OF: dict[tuple[bool, WeightFormat], tuple[ActivationFormat, ...]] =
     (True, "int4"): ("none", "fp8_dynamic"),
     (False, "fp8"): ("none", "fp8_static"),
 }
-_DENSE: frozenset[WeightClass] = frozenset({"attention", "dense_mlp", "self_conditioning"})
+DENSE_CLASSES: frozenset[WeightClass] = frozenset({"attention", "dense_mlp", "self_conditioning"})
+"""Classes whose weights are matrices of one product each."""
 
 _CLASS_PATTERNS: dict[WeightClass, str] = {
     "embedding": r"model\.decoder\.embed_tokens\.weight",
@@ -141,7 +142,7 @@ class WeightFormats(BaseModel):
             expected = " or ".join(map(str, groups)) if groups != (0,) else "0: only int4 has groups"
             raise ValueError(f"the group_size of {weight_class} in {given.format} must be {expected}")
         key = (weight_class == "experts", given.format)
-        activations = _ACTIVATIONS_OF.get(key, ("none",)) if weight_class in {"experts", *_DENSE} else ("none",)
+        activations = _ACTIVATIONS_OF.get(key, ("none",)) if weight_class in {"experts", *DENSE_CLASSES} else ("none",)
         if given.activations not in activations:
             raise ValueError(f"the activations of {weight_class} in {given.format} can be {' or '.join(activations)}")
         return given

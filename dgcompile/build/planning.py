@@ -7,9 +7,9 @@ from pathlib import Path
 from dgcompile.build.kernels import plan_kernels
 from dgcompile.build.limits import resolve_max_batch, resolve_max_context
 from dgcompile.bundle import CHAT_TEMPLATE_FILE, GENERATION_CONFIG_FILE, MAX_BATCH, TOKENIZER_FILE, Manifest
-from dgcompile.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
+from dgcompile.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint, fetch_from_hub, is_hub_id
 from dgcompile.config_file import read_json
-from dgcompile.errors import BundleError, CheckpointError, InputError, MissingDependencyError
+from dgcompile.errors import BundleError, CheckpointError, InputError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.plan import BuildPlan, Workload, make_plan
 from dgcompile.plan.host import ASSETS, KERNELS
@@ -117,31 +117,12 @@ def _open(source: str | Path) -> tuple[Checkpoint | None, ModelSpec]:
             return checkpoint, checkpoint.spec
         path = path / CONFIG_FILE
     elif not path.is_file():
-        path = _fetch_config(source)
+        if isinstance(source, Path) or not is_hub_id(source):
+            raise CheckpointError(
+                f"there is no {source}", expected="a checkpoint's folder, its config.json, or a hub id (org/name)"
+            )
+        path = fetch_from_hub(source, CONFIG_FILE)
     return None, ModelSpec.from_config(read_json(path), source=str(path))
-
-
-def _fetch_config(source: str | Path) -> Path:
-    if isinstance(source, Path) or source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise CheckpointError(
-            f"there is no {source}", expected="a checkpoint's folder, its config.json, or a hub id (org/name)"
-        )
-    try:
-        import huggingface_hub
-    except ImportError as problem:
-        raise MissingDependencyError(
-            f"there is no folder {source}, and the config of a checkpoint on the hub needs huggingface_hub",
-            fix="pip install 'dgcompile[build]', or give a folder or a config.json",
-        ) from problem
-    try:
-        return Path(huggingface_hub.hf_hub_download(source, CONFIG_FILE))
-    except (OSError, ValueError) as problem:
-        # All of the hub's own errors are one of the two; their texts run over many lines.
-        summary = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
-        raise CheckpointError(
-            f"{source} is no folder and its {CONFIG_FILE} could not be fetched from the hub: {summary}",
-            fix="check the name, the network and the login, or give a folder or a config.json",
-        ) from problem
 
 
 def _lacks_ranges(checkpoint: Checkpoint, recipe: Recipe) -> bool:

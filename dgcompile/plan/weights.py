@@ -7,16 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dgcompile.contract import GRAPH_FILES, GraphName
+from dgcompile.engine_table import TABLES
 from dgcompile.model_spec import ModelSpec
-from dgcompile.recipe import Recipe, WeightClass, weight_class, weight_of
+from dgcompile.recipe import DENSE_CLASSES, Recipe, WeightClass, weight_class, weight_of
 from dgcompile.runtime.device import aligned
 from dgcompile.weights_store import Store
-
-_TABLES: frozenset[WeightClass] = frozenset({"experts", "embedding"})
-"""Classes that are inputs of engines as they are stored, scales included."""
-
-_DENSE: frozenset[WeightClass] = frozenset({"attention", "dense_mlp", "self_conditioning"})
-"""Classes whose matrices are inputs of engines, but for INT4; their scales are constants."""
 
 _LAST_LAYER_OF_ENCODER = ("k_proj", "v_proj", "k_norm", "v_norm", "input_layernorm")
 """What the encoder needs of the last layer: its keys and values, and the norm before them."""
@@ -58,8 +53,8 @@ def is_engine_input(name: str, recipe: Recipe) -> bool:
     """Whether a tensor of the store is an input of the engines that use it, and so lies in device memory once; every
     other one is a constant of each of them."""
     kind = weight_class(name)
-    is_matrix = kind in _DENSE and name == weight_of(name)
-    return kind in _TABLES or (is_matrix and recipe.weights.of(kind).format != "int4")
+    is_matrix = kind in DENSE_CLASSES and name == weight_of(name)
+    return kind in TABLES or (is_matrix and recipe.weights.of(kind).format != "int4")
 
 
 def _is_loaded_twice(name: str, spec: ModelSpec, recipe: Recipe) -> bool:

@@ -14,17 +14,13 @@ import onnx
 
 from dgcompile.build.tensorrt.dense import lift_dense
 from dgcompile.contract import ONNX_DOMAIN, GraphName, TensorSpec, graph_inputs, graph_outputs
-from dgcompile.engine_table import EngineDType, EngineTable, EngineTensor, Profile
+from dgcompile.engine_table import TABLES, EngineDType, EngineTable, EngineTensor, Profile
 from dgcompile.errors import EngineError
 from dgcompile.model_spec import ModelSpec
-from dgcompile.recipe import ActivationDType, WeightClass, weight_class
+from dgcompile.recipe import ActivationDType, weight_class
 from dgcompile.runtime.loop import ENCODE_CHUNK
 
-TABLES: frozenset[WeightClass] = frozenset({"experts", "embedding"})
-"""Classes of weight that are inputs of the engines as they lie in the store, tensor by tensor. Dense weights are inputs
-too, several to one where they multiply the same value: see :mod:`dgcompile.build.tensorrt.dense`."""
-
-ENGINE_DTYPES: Mapping[int, EngineDType] = {
+_ENGINE_DTYPES: Mapping[int, EngineDType] = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.FLOAT16: "float16",
     onnx.TensorProto.BFLOAT16: "bfloat16",
@@ -56,7 +52,7 @@ def engine_graph(path: Path) -> tuple[onnx.ModelProto, dict[str, EngineTensor]]:
         if not _is_lifted(initializer):
             kept.append(initializer)
             continue
-        dtype = ENGINE_DTYPES.get(initializer.data_type)
+        dtype = _ENGINE_DTYPES.get(initializer.data_type)
         if dtype is None:
             name = onnx.TensorProto.DataType.Name(initializer.data_type)
             raise EngineError(f"{path.name}: {initializer.name} is {name}", expected="a dtype that an engine can take")
