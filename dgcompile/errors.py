@@ -57,6 +57,10 @@ class RequestError(InputError):
     """A generation request (prompt, limits, options) cannot be served as asked."""
 
 
+class OverloadedError(DgcompileError):
+    """A server's queue is full: the same request may be served a little later."""
+
+
 class StageError(DgcompileError):
     """A build stage failed on input that was accepted."""
 
