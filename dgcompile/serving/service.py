@@ -11,6 +11,7 @@ from dgcompile.errors import DgcompileError
 from dgcompile.progress import Progress
 from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.serving.request import GenerateRequest
+from dgcompile.serving.statistics import Statistics
 
 FinishReason = Literal["eos", "length", "stop"]
 """Why an answer ended: the model ended it, max_new_tokens was reached, or a stop string came."""
@@ -142,6 +143,10 @@ class Service:
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Has the engine thread call ``call`` before its next step. Any thread may call it."""
+        raise NotImplementedError
+
+    def statistics(self) -> Statistics:
+        """What happened so far. Any thread may call it."""
         raise NotImplementedError
 
     def close(self) -> None:
