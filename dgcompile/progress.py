@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -21,15 +21,19 @@ class Progress:
     """
 
     @contextmanager
-    def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+    def task(
+        self, label: str, total: float | None = None, unit: str = "", *, note: Callable[[], str] | None = None
+    ) -> Iterator[Advance]:
         """One piece of work, as a context manager that gives the function which reports progress.
 
         Args:
             label: what is being done, in the user's words ("weights", "check denoiser.onnx").
             total: amount of work in ``unit``; None when nobody can tell.
             unit: what is counted ("bytes", "tensors"); empty for bare steps.
+            note: asked for a few words about the work as it is now ("512 tokens/s") whenever it is shown; any thread
+                may ask.
         """
-        del label, total, unit
+        del label, total, unit, note
 
         def silent(amount: float = 1.0, /) -> None:
             del amount

@@ -1,7 +1,8 @@
 """The ``dgcompile`` command: lazily imported subcommands, and one place that turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 a failed stage (or ``verify``, ``evaluate`` or ``doctor`` found something), 2 bad input, 3 a build
-that another machine must finish, 130 interrupted with Ctrl-C, 141 nobody reads the output any more.
+Exit codes: 0 done, 1 a failed stage (or ``verify``, ``evaluate`` or ``doctor`` found something, or ``batch`` only bad
+lines), 2 bad input, 3 a build that another machine must finish, 130 interrupted with Ctrl-C, 141 nobody reads the
+output any more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ COMMANDS = (
     "plan",
     "build",
     "generate",
+    "batch",
     "verify",
     "evaluate",
     "inspect",

@@ -8,7 +8,7 @@ goes through :func:`~dgcompile.cli.text.printable` and is never read as markup.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich import box
@@ -76,6 +76,14 @@ class _AmountColumn(ProgressColumn):
         return Text(_amount(task.completed, task.total, task.fields["unit"]) if task.total or task.completed else "")
 
 
+class _NoteColumn(ProgressColumn):
+    """What the task says about itself at the moment."""
+
+    def render(self, task: Task) -> Text:
+        note: Callable[[], str] | None = task.fields["note"]
+        return Text(printable(note()) if note else "")
+
+
 class BarProgress(Progress):
     """One bar per running task, with an estimate of the time left. Finished tasks leave a line behind."""
 
@@ -84,6 +92,7 @@ class BarProgress(Progress):
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             _AmountColumn(),
+            _NoteColumn(),
             TimeRemainingColumn(compact=True),
             console=target,
             transient=True,
@@ -91,14 +100,16 @@ class BarProgress(Progress):
         self._running = 0
 
     @contextmanager
-    def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+    def task(
+        self, label: str, total: float | None = None, unit: str = "", *, note: Callable[[], str] | None = None
+    ) -> Iterator[Advance]:
         """See :meth:`dgcompile.progress.Progress.task`."""
         interrupt.check()
         if not self._running:
             self._bars.start()
         self._running += 1
         started = time.monotonic()
-        task = self._bars.add_task(printable(label), total=total, unit=unit)
+        task = self._bars.add_task(printable(label), total=total, unit=unit, note=note)
 
         def advance(amount: float = 1.0, /) -> None:
             interrupt.check()
@@ -123,7 +134,9 @@ class PlainProgress(Progress):
         self._console = target
 
     @contextmanager
-    def task(self, label: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+    def task(
+        self, label: str, total: float | None = None, unit: str = "", *, note: Callable[[], str] | None = None
+    ) -> Iterator[Advance]:
         """See :meth:`dgcompile.progress.Progress.task`."""
         interrupt.check()
         started = spoken = time.monotonic()
@@ -136,7 +149,7 @@ class PlainProgress(Progress):
             now = time.monotonic()
             if now - spoken >= PLAIN_INTERVAL:
                 spoken = now
-                self._say(f"{label}: {_amount(done, total, unit)}")
+                self._say(f"{label}: {_amount(done, total, unit)}" + (f", {note()}" if note else ""))
 
         yield advance
         seconds = time.monotonic() - started
