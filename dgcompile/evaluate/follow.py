@@ -58,9 +58,11 @@ class _FollowedSession:
         self._started = False
         return HostBatch(self.spec, cache, np.float32)
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
-        self._reference.encode(batch, input_ids, input_length)
-        self._candidate.encode(self._follower, input_ids, input_length)
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
+        self._reference.encode(batch, input_ids, input_length, first)
+        self._candidate.encode(self._follower, input_ids, input_length, first)
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         inside = (LOGITS, *(() if self._started else self._reference.layer_names))

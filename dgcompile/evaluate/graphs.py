@@ -96,10 +96,12 @@ class GraphSession:
         """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each."""
         return HostBatch(self._spec, KVCache(self._spec, rows, capacity, np.float32), np.float32)
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
-        """Runs the encoder on rows 0 .. R-1 and commits the new tokens, as ``Session.encode`` says."""
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
+        """Runs the encoder on R rows and commits the new tokens, as ``Session.encode`` says."""
         assert isinstance(batch, HostBatch), "a batch belongs to the session that made it"
-        rows = slice(0, len(input_ids))
+        rows = slice(first, first + len(input_ids))
         feed = {
             "input_ids": input_ids,
             "input_length": input_length,
@@ -109,7 +111,7 @@ class GraphSession:
         names = [present_names(layer) for layer in range(self._spec.num_hidden_layers)]
         present = self._run("encoder", [name for pair in names for name in pair], feed)
         keys, values = ([present[name] for name in column] for column in zip(*names, strict=True))
-        batch.cache.append(keys, values, input_length)
+        batch.cache.append(keys, values, input_length, first)
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         """Runs one denoising step on rows ``first`` .. ``last``, as ``Session.denoise`` says."""

@@ -134,22 +134,27 @@ class DeviceKVCache:
         self.past_length = self._past_length[:rows]
         self.capacity = capacity
 
-    @property
-    def addresses(self) -> dict[str, int]:
-        """Address of each ``past_key_values`` tensor."""
+    def addresses(self, first: int = 0) -> dict[str, int]:
+        """Address of each ``past_key_values`` tensor that begins with row ``first``."""
         return {
-            name: self.address + offset
-            for layer, offsets in self.layout.offsets.items()
-            for name, offset in zip(past_names(layer), offsets, strict=True)
+            name: self.address + self.layout.offsets[layer][which] + first * group.capacity * group.token_bytes
+            for group in self.layout.groups
+            for layer in group.layers
+            for which, name in enumerate(past_names(layer))
         }
 
-    def check_room(self, input_length: npt.NDArray[np.int32]) -> None:
-        """Refuses new tokens for rows 0 .. R-1 that do not fit.
+    def may_begin_with(self, first: int) -> bool:
+        """Whether tensors that begin with row ``first`` are aligned as engines want it: in all but tiny models."""
+        row_bytes = (group.capacity * group.token_bytes for group in self.layout.groups)
+        return all(aligned(first * size) == first * size for size in row_bytes)
+
+    def check_room(self, input_length: npt.NDArray[np.int32], first: int = 0) -> None:
+        """Refuses new tokens for R rows from ``first`` on that do not fit.
 
         Raises:
             RequestError: a row would hold more tokens than the cache has room for.
         """
-        longest = int((self.past_length[: len(input_length)] + input_length).max())
+        longest = int((self.past_length[first : first + len(input_length)] + input_length).max())
         if longest > self.capacity:
             raise RequestError(
                 f"the KV cache was made for {self.capacity} tokens but a row would hold {longest}",
@@ -157,17 +162,22 @@ class DeviceKVCache:
             )
 
     def present_addresses(
-        self, scratch: int, scratch_layout: CacheLayout, new_tokens: int, input_length: npt.NDArray[np.int32]
+        self,
+        scratch: int,
+        scratch_layout: CacheLayout,
+        new_tokens: int,
+        input_length: npt.NDArray[np.int32],
+        first: int = 0,
     ) -> dict[str, int]:
         """Where the encoder is to write each ``present`` tensor: into the ring where that is safe, else into scratch.
 
-        It is safe for one row without padding whose new tokens do not wrap: they follow one another, and the slots
-        have never been written, so the same call does not read them.
+        It is safe for one row (``first``) without padding whose new tokens do not wrap: they follow one another, and
+        the same call gives those slots no weight.
         """
         addresses = {}
         for group, scratch_group in zip(self.layout.groups, scratch_layout.groups, strict=True):
-            direct = self._is_direct(group, new_tokens, input_length)
-            start = self.address + int(self.past_length[0]) * group.token_bytes if direct else scratch
+            direct = self._is_direct(group, new_tokens, input_length, first)
+            start = self.address + self._next_slot(group, first) * group.token_bytes if direct else scratch
             offsets = (self.layout if direct else scratch_layout).offsets
             for layer in scratch_group.layers:
                 for name, offset in zip(present_names(layer), offsets[layer], strict=True):
@@ -175,7 +185,13 @@ class DeviceKVCache:
         return addresses
 
     def append(
-        self, scratch: int, scratch_layout: CacheLayout, new_tokens: int, input_length: npt.NDArray[np.int32]
+        self,
+        scratch: int,
+        scratch_layout: CacheLayout,
+        new_tokens: int,
+        input_length: npt.NDArray[np.int32],
+        first: int = 0,
+        skipped: int = 0,
     ) -> None:
         """Enqueues the copies of new tokens out of scratch, as far as the encoder did not write them in place.
 
@@ -186,40 +202,78 @@ class DeviceKVCache:
             scratch_layout: where each lies.
             new_tokens: N, padding included.
             input_length: int32 [R], how many of the N are real; the padding after them is not copied.
+            first: the first of the R rows.
+            skipped: rows that lie before the R ones in scratch.
         """
+        past = self.past_length[first : first + len(input_length)].tolist()
         for group, source_group in zip(self.layout.groups, scratch_layout.groups, strict=True):
-            if self._is_direct(group, new_tokens, input_length):
+            if not skipped and self._is_direct(group, new_tokens, input_length, first):
                 continue
             width = group.token_bytes
-            for row, (start, count) in enumerate(zip(self.past_length.tolist(), input_length.tolist(), strict=False)):
-                for first, slot, length in ring_pieces(start, count, group.capacity):
+            for row, (start, count) in enumerate(zip(past, input_length.tolist(), strict=True)):
+                for token, slot, length in ring_pieces(start, count, group.capacity):
                     self._device.copy(
-                        self.address + group.offset + (row * group.capacity + slot) * width,
+                        self.address + group.offset + ((first + row) * group.capacity + slot) * width,
                         group.pitch,
-                        scratch + source_group.offset + (row * new_tokens + first) * width,
+                        scratch + source_group.offset + ((skipped + row) * new_tokens + token) * width,
                         source_group.pitch,
                         length * width,
                         group.rings,
                     )
 
-    def _is_direct(self, group: _Group, new_tokens: int, input_length: npt.NDArray[np.int32]) -> bool:
-        past = int(self.past_length[0])
+    def _is_direct(self, group: _Group, new_tokens: int, input_length: npt.NDArray[np.int32], first: int) -> bool:
+        start = self._next_slot(group, first) * group.token_bytes
         return (
             len(input_length) == 1
             and int(input_length[0]) == new_tokens
-            and past + new_tokens <= group.capacity
-            and aligned(past * group.token_bytes) == past * group.token_bytes
+            and int(self.past_length[first]) + new_tokens <= group.capacity
+            and aligned(start) == start
         )
+
+    def _next_slot(self, group: _Group, row: int) -> int:
+        """Slots from the beginning of a ring's tensor to a row's next token, as long as it does not wrap."""
+        return row * group.capacity + int(self.past_length[row])
 
     def move_row(self, source: int, target: int) -> None:
         """Copies row ``source`` over row ``target``."""
         self.past_length[target] = self.past_length[source]
         for group in self.layout.groups:
-            row_bytes = group.capacity * group.token_bytes
-            first = self.address + group.offset
-            self._device.copy(
-                first + target * row_bytes, group.pitch, first + source * row_bytes, group.pitch, row_bytes, group.rings
-            )
+            first, row_bytes = self.address + group.offset, group.capacity * group.token_bytes
+            used = min(int(self.past_length[source]), group.capacity) * group.token_bytes
+            if used:
+                self._device.copy(
+                    first + target * row_bytes, group.pitch, first + source * row_bytes, group.pitch, used, group.rings
+                )
+
+    def swap_rows(self, one: int, other: int, scratch: int, scratch_bytes: int) -> None:
+        """Makes two rows change places, through ``scratch_bytes`` of device memory that hold nothing of worth."""
+        longest = int(self.past_length[[one, other]].max())
+        self.past_length[[one, other]] = self.past_length[[other, one]]
+        for group in self.layout.groups:
+            row_bytes, used = group.capacity * group.token_bytes, min(longest, group.capacity) * group.token_bytes
+            begin = 0
+            while begin < used:
+                # As many rings at once as the scratch memory has room for, or a part of one.
+                width = min(used - begin, scratch_bytes)
+                height = min(scratch_bytes // width, group.rings)
+                for ring in range(0, group.rings, height):
+                    start = self.address + group.offset + ring * group.pitch + begin
+                    first, second = start + one * row_bytes, start + other * row_bytes
+                    rings = min(height, group.rings - ring)
+                    self._device.copy(scratch, width, first, group.pitch, width, rings)
+                    self._device.copy(first, group.pitch, second, group.pitch, width, rings)
+                    self._device.copy(second, group.pitch, scratch, width, width, rings)
+                begin += width
+
+    def clear_row(self, row: int, *, wipe: bool = False) -> None:
+        """Empties a row for another prompt; see :meth:`dgcompile.runtime.session.Cache.clear_row`."""
+        self.past_length[row] = 0
+        if wipe:
+            for group in self.layout.groups:
+                row_bytes = group.capacity * group.token_bytes
+                for ring in range(group.rings):
+                    start = self.address + group.offset + ring * group.pitch + row * row_bytes
+                    self._device.zero(start, row_bytes)
 
     @property
     def keys(self) -> list[Array]:
@@ -311,7 +365,7 @@ class DeviceState:
         outputs = self.outputs.addresses
         return {
             **self.inputs.addresses,
-            **self.cache.addresses,
+            **self.cache.addresses(),
             "canvas_ids": outputs[f"canvas_ids.{parity}"],
             "next_canvas_ids": outputs[f"canvas_ids.{1 - parity}"],
             "self_conditioning": self.self_conditioning[parity],
@@ -336,6 +390,7 @@ class DeviceBatch(Batch):
         rows: B, at most the state's.
         capacity: tokens that a row may hold, at most the state's.
         dtype: of the self-conditioning signal.
+        scratch: address and bytes of device memory that nothing relies on between two calls of the session.
     """
 
     cache: DeviceKVCache
@@ -349,8 +404,9 @@ class DeviceBatch(Batch):
         rows: int,
         capacity: int,
         dtype: EngineDType,
+        scratch: tuple[int, int],
     ) -> None:
-        self._owner, self._device, self._dtype = owner, device, dtype
+        self._owner, self._device, self._dtype, self._scratch = owner, device, dtype, scratch
         self.state = state
         self.rows = rows
         self.canvas_length = spec.canvas_length
@@ -378,13 +434,39 @@ class DeviceBatch(Batch):
         address = self.state.self_conditioning[self.parity]
         return download(self._device, address, self._dtype, (self.rows, *self.state.signal_shape[1:]))
 
-    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
-        name = f"canvas_ids.{self.parity}"
-        self.canvas_ids[: len(canvas_ids)] = canvas_ids
-        self.state.outputs.upload(name, name)
+    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32], first: int) -> None:
+        self.canvas_ids[first : first + len(canvas_ids)] = canvas_ids
+        self._upload_canvases()
         # Zeros mean "no signal". The signal of zero logits (the mean embedding) would be something else.
-        row_bytes = self.state.signal_bytes // self.state.signal_shape[0]
-        self._device.zero(self.state.self_conditioning[self.parity], len(canvas_ids) * row_bytes)
+        self._device.zero(self._signal(first), len(canvas_ids) * self._signal_row_bytes)
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """Makes two rows change places, as :meth:`Batch.swap_rows` says."""
+        scratch, scratch_bytes = self._scratch
+        self.cache.swap_rows(one, other, scratch, scratch_bytes)
+        self.canvas_ids[[one, other]] = self.canvas_ids[[other, one]]
+        self._upload_canvases()
+        # The copy that the next step writes holds nothing that is needed now.
+        spare = self.state.self_conditioning[1 - self.parity]
+        for target, source in (
+            (spare, self._signal(one)),
+            (self._signal(one), self._signal(other)),
+            (self._signal(other), spare),
+        ):
+            self._device.copy(target, self._signal_row_bytes, source, self._signal_row_bytes, self._signal_row_bytes)
+
+    def _upload_canvases(self) -> None:
+        # All of them: what the host holds is what the last step wrote, and they are small.
+        name = f"canvas_ids.{self.parity}"
+        self.state.outputs.upload(name, name)
+
+    @property
+    def _signal_row_bytes(self) -> int:
+        return self.state.signal_bytes // self.state.signal_shape[0]
+
+    def _signal(self, row: int) -> int:
+        """Address of the self-conditioning that the next step reads for a row."""
+        return self.state.self_conditioning[self.parity] + row * self._signal_row_bytes
 
 
 def shapes_of(sizes: Mapping[str, int], shape: Sequence[int | str]) -> tuple[int, ...]:

@@ -52,18 +52,20 @@ class KVCache:
         present_keys: Sequence[Array],
         present_values: Sequence[Array],
         input_length: npt.NDArray[np.int32],
+        first: int = 0,
     ) -> None:
-        """Commits new tokens to rows 0 .. R-1 and advances their ``past_length``.
+        """Commits new tokens to R rows and advances their ``past_length``.
 
         Args:
             present_keys: per layer [R, N, Hkv_i, D_i], the new tokens in order.
             present_values: likewise.
             input_length: int32 [R], how many of the N are real; the padding after them is not written.
+            first: the first of the R rows.
 
         Raises:
             RequestError: a row would hold more tokens than the cache has room for.
         """
-        past = self.past_length[: len(input_length)]
+        past = self.past_length[first : first + len(input_length)]
         longest = int((past + input_length).max())
         if longest > self.capacity:
             raise RequestError(
@@ -76,14 +78,38 @@ class KVCache:
                 (self.values[layer], present_values[layer]),
             ):
                 for row, (start, count) in enumerate(zip(past.tolist(), input_length.tolist(), strict=True)):
-                    _write_ring(ring[row], present[row, :count], start)
+                    _write_ring(ring[first + row], present[row, :count], start)
         past += input_length
 
     def move_row(self, source: int, target: int) -> None:
         """Copies row ``source`` over row ``target``, so that a batch can drop a finished row between two canvases."""
         self.past_length[target] = self.past_length[source]
         for array in (*self.keys, *self.values):
-            array[target] = array[source]
+            used = min(int(self.past_length[source]), array.shape[1])
+            array[target, :used] = array[source, :used]
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """Makes two rows change places. Slots that neither uses are left alone: they may never have been touched."""
+        longest = int(self.past_length[[one, other]].max())
+        self.past_length[[one, other]] = self.past_length[[other, one]]
+        for array in (*self.keys, *self.values):
+            used = array[:, : min(longest, array.shape[1])]
+            kept = used[one].copy()
+            used[one] = used[other]
+            used[other] = kept
+
+    def clear_row(self, row: int, *, wipe: bool = False) -> None:
+        """Empties a row for another prompt.
+
+        Args:
+            row: which.
+            wipe: also zeroes its slots. Needed only where they may hold what is not finite: unused slots get weight 0
+                in attention, and 0 x NaN is NaN.
+        """
+        self.past_length[row] = 0
+        if wipe:
+            for array in (*self.keys, *self.values):
+                array[row] = 0
 
 
 def _write_ring(ring: Array, tokens: Array, start: int) -> None:

@@ -19,6 +19,7 @@ from dgcompile.runtime.session import Batch, Session
 ENCODE_CHUNK = 512
 """Tokens of a prompt that one encoder call takes: bounds the memory of attention scores, [heads, chunk, context]."""
 
+
 @dataclass(frozen=True)
 class StepEvent:
     """What one denoising step did, for watchers. Rows that converged before take no part; the arrays are copies.

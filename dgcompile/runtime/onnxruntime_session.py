@@ -79,8 +79,10 @@ class OnnxRuntimeSession:
         """Allocates the state of ``rows`` rows whose caches hold up to ``capacity`` tokens each."""
         return HostBatch(self._spec, KVCache(self._spec, rows, capacity, self._dtype), self._dtype)
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
-        """Runs the encoder on rows 0 .. R-1 and commits the new tokens, as :meth:`Session.encode` says."""
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
+        """Runs the encoder on R rows and commits the new tokens, as :meth:`Session.encode` says."""
         assert isinstance(batch, HostBatch), "a batch belongs to the session that made it"
         rows, new_tokens = input_ids.shape
         keys, values = (
@@ -98,12 +100,12 @@ class OnnxRuntimeSession:
         inputs: dict[str, Array] = {
             "input_ids": np.ascontiguousarray(input_ids, dtype=np.int32),
             "input_length": np.ascontiguousarray(input_length, dtype=np.int32),
-            "past_length": batch.cache.past_length[:rows],
+            "past_length": batch.cache.past_length[first : first + rows],
         }
-        inputs |= _past_inputs(batch.cache, slice(0, rows))
+        inputs |= _past_inputs(batch.cache, slice(first, first + rows))
         binding = _bind(self._encoder, inputs, outputs)
         _run(self._encoder, binding, _ENCODER_FILE)
-        batch.cache.append(keys, values, input_length)
+        batch.cache.append(keys, values, input_length, first)
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         """Runs one denoising step on rows ``first`` .. ``last``, as :meth:`Session.denoise` says."""

@@ -1,7 +1,7 @@
 """Row: one prompt on its way to its answer. It decides; a loop runs it, alone or beside others.
 
-The rules are those of ``DiffusionGemmaGenerationMixin.generate`` in transformers 5.24. What a row generates depends on its
-prompt, its seed and its options alone, never on the rows beside it.
+The rules are those of ``DiffusionGemmaGenerationMixin.generate`` in transformers 5.24. What a row generates depends on
+its prompt, its seed and its options alone, never on the rows beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.random_numbers import RowRandom
 
 FinishReason = Literal["eos", "length", "stop"]
-"""Why an answer ended: the model ended it, max_new_tokens was reached, or whoever listens had enough (a stop string)."""
+"""Why an answer ended: the model ended it, max_new_tokens was reached, or whoever listens had enough (stop strings)."""
 
 
 class Row:
@@ -123,8 +123,8 @@ class Row:
         return self.config.max_denoising_steps - self.steps_per_canvas[-1]
 
     def take_canvas(self) -> list[int]:
-        """Ends the canvas: appends it to the answer, cut after the first EOS and at max_new_tokens; returns that part."""
-        part = self.argmax_ids[: self.config.max_new_tokens - len(self.token_ids)].tolist()
+        """Ends the canvas: adds it to the answer, cut after the first EOS and at max_new_tokens; returns that part."""
+        part: list[int] = self.argmax_ids[: self.config.max_new_tokens - len(self.token_ids)].tolist()
         ends = [part.index(token) for token in self.config.eos_token_ids if token in part]
         if ends:
             part = part[: min(ends) + 1]

@@ -34,6 +34,15 @@ class Cache(Protocol):
     def move_row(self, source: int, target: int) -> None:
         """Copies row ``source`` over row ``target``."""
 
+    def clear_row(self, row: int, *, wipe: bool = False) -> None:
+        """Empties a row for another prompt.
+
+        Args:
+            row: which.
+            wipe: also zeroes its slots. Needed only where they may hold what is not finite: unused slots get weight 0
+                in attention, and 0 x NaN is NaN.
+        """
+
 
 class Batch(ABC):
     """State of B rows that are generated together, as the loop sees it. Only sessions make batches.
@@ -71,8 +80,8 @@ class Batch(ABC):
         A copy where it lies in device memory.
         """
 
-    def start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
-        """Starts a canvas in rows 0 .. R-1: takes the initial ``canvas_ids`` [R, L] and zeroes the self-conditioning.
+    def start_canvas(self, canvas_ids: npt.NDArray[np.int32], first: int = 0) -> None:
+        """Starts a canvas in R rows from row ``first`` on: takes ``canvas_ids`` [R, L], zeroes the self-conditioning.
 
         Raises:
             RequestError: the canvases have another length than the model's.
@@ -82,11 +91,15 @@ class Batch(ABC):
                 f"a canvas of {canvas_ids.shape[-1]} tokens was given",
                 expected=f"{self.canvas_length}, the length that the model was trained with",
             )
-        self._start_canvas(canvas_ids)
+        self._start_canvas(canvas_ids, first)
 
     @abstractmethod
-    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
+    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32], first: int) -> None:
         """:meth:`start_canvas` with canvases of the right length."""
+
+    @abstractmethod
+    def swap_rows(self, one: int, other: int) -> None:
+        """Makes two rows change places: their caches, canvases and self-conditioning, but not the results of a step."""
 
     def swap(self) -> None:
         """Makes what the last denoising step wrote the input of the next; sessions call it after each step."""
@@ -147,10 +160,17 @@ class HostBatch(Batch):
         """[B, L, H]: the buffer that the next denoising step writes."""
         return self._self_conditioning[1 - self.parity]
 
-    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32]) -> None:
-        self.canvas_ids[: len(canvas_ids)] = canvas_ids
+    def _start_canvas(self, canvas_ids: npt.NDArray[np.int32], first: int) -> None:
+        rows = slice(first, first + len(canvas_ids))
+        self.canvas_ids[rows] = canvas_ids
         # Zeros mean "no signal". The signal of zero logits (the mean embedding) would be something else.
-        self.self_conditioning[: len(canvas_ids)] = 0
+        self.self_conditioning[rows] = 0
+
+    def swap_rows(self, one: int, other: int) -> None:
+        """Makes two rows change places, as :meth:`Batch.swap_rows` says."""
+        self.cache.swap_rows(one, other)
+        for array in (self.canvas_ids, self.self_conditioning):
+            array[[one, other]] = array[[other, one]]
 
 
 class Session(Protocol):
@@ -176,13 +196,16 @@ class Session(Protocol):
             EngineError: the memory does not suffice.
         """
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
-        """Runs the encoder on rows 0 .. R-1 and commits the new tokens to their caches.
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
+        """Runs the encoder on R rows and commits the new tokens to their caches.
 
         Args:
             batch: the rows.
             input_ids: int32 [R, N], right-padded.
             input_length: int32 [R], how many of the N tokens are real, at least 1.
+            first: the first of the R rows.
 
         Raises:
             EngineError: the engine failed.

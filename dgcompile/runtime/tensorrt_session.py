@@ -222,36 +222,46 @@ class TensorRTSession:
                 raise RequestError(f"a batch of {number} {what} was asked for", expected=f"at most {limit}")
         self._device.make_current()
         state = self._free_states.pop() if self._free_states else self._new_state()
-        batch = DeviceBatch(self, self._device, state, self._spec, rows, capacity, self._dtype)
+        scratch = (self._present_address, self._present.nbytes)
+        batch = DeviceBatch(self, self._device, state, self._spec, rows, capacity, self._dtype, scratch)
         weakref.finalize(batch, self._free_states.append, state)
         return batch
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
-        """Runs the encoder on rows 0 .. R-1 and commits the new tokens, as :meth:`Session.encode` says."""
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
+        """Runs the encoder on R rows and commits the new tokens, as :meth:`Session.encode` says."""
         assert isinstance(batch, DeviceBatch), "a batch belongs to the session that made it"
-        rows, length = input_ids.shape
+        length = input_ids.shape[1]
         new_tokens = self._padded(length)
         cache = batch.cache
-        cache.check_room(input_length)
+        cache.check_room(input_length, first)
         self._device.make_current()
 
+        # The call begins with row ``first`` where its cache may be an engine's input. Otherwise the rows before it take
+        # part with one token each, and nothing of that is kept.
+        skipped = 0 if cache.may_begin_with(first) else first
+        rows = slice(first - skipped, first + len(input_ids))
+        count = rows.stop - rows.start
         arrays = self._encoder_inputs.arrays
-        padded = arrays["input_ids"][: rows * new_tokens].reshape(rows, new_tokens)
-        padded[:, :length] = input_ids
-        padded[:, length:] = 0
-        arrays["input_length"][:rows] = input_length
-        arrays["past_length"][:rows] = cache.past_length[:rows]
+        padded = arrays["input_ids"][: count * new_tokens].reshape(count, new_tokens)
+        padded[:] = 0
+        padded[skipped:, :length] = input_ids
+        arrays["input_length"][:skipped] = 1
+        arrays["input_length"][skipped:count] = input_length
+        arrays["past_length"][:count] = cache.past_length[rows]
         self._encoder_inputs.upload("input_ids", "past_length")
 
-        sizes = {**self._sizes(rows), "new_tokens": new_tokens}
+        sizes = {**self._sizes(count), "new_tokens": new_tokens}
         self._set_shapes(self._encoder, "encoder", sizes)
-        presents = cache.present_addresses(self._present_address, self._present, new_tokens, input_length)
-        for name, address in {**self._encoder_inputs.addresses, **cache.addresses, **presents}.items():
+        lengths = cast("npt.NDArray[np.int32]", arrays["input_length"])[:count]
+        presents = cache.present_addresses(self._present_address, self._present, new_tokens, lengths, rows.start)
+        for name, address in {**self._encoder_inputs.addresses, **cache.addresses(rows.start), **presents}.items():
             self._encoder.set_address(name, address)
         self._encoder.enqueue(self._device.stream)
-        cache.append(self._present_address, self._present, new_tokens, input_length)
+        cache.append(self._present_address, self._present, new_tokens, input_length, first, skipped)
         self._device.synchronise()
-        cache.past_length[:rows] += input_length
+        cache.past_length[first : rows.stop] += input_length
         self._unsaved = True
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:

@@ -51,9 +51,11 @@ class WatchedSession:
         self.batches.append((rows, capacity))
         return self.session.new_batch(rows, capacity)
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
         self.encoded.append([row[:n].tolist() for row, n in zip(input_ids, input_length, strict=True)])
-        self.session.encode(batch, input_ids, input_length)
+        self.session.encode(batch, input_ids, input_length, first)
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         self.steps.append((first, last, not batch.self_conditioning[first : last + 1].any()))

@@ -99,10 +99,12 @@ def real(real_bundle: Bundle) -> TensorRTSession:
 class PaddedSession(OnnxRuntimeSession):
     """The CPU session with calls of the GPU session's shapes: products of other shapes round differently."""
 
-    def encode(self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32]) -> None:
+    def encode(
+        self, batch: Batch, input_ids: npt.NDArray[np.int32], input_length: npt.NDArray[np.int32], first: int = 0
+    ) -> None:
         length = input_ids.shape[1]
         padded = max(MIN_NEW_TOKENS, 2 ** int(np.ceil(np.log2(length))))
-        super().encode(batch, np.pad(input_ids, ((0, 0), (0, padded - length))), input_length)
+        super().encode(batch, np.pad(input_ids, ((0, 0), (0, padded - length))), input_length, first)
 
     def denoise(self, batch: Batch, first: int, last: int) -> None:
         super().denoise(batch, 0, last)
