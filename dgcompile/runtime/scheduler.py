@@ -336,7 +336,6 @@ class Scheduler:
         self._session.encode(
             self._batch, input_ids, np.array([len(part) for part in parts], dtype=np.int32), self._running
         )
-        self._failures = 0
         self.counts.encoder_calls += 1
         self._waited = 0
         for job, part in zip(jobs, parts, strict=True):
