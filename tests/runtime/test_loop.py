@@ -15,7 +15,7 @@ from dgcompile.generation_config import GenerationConfig
 from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.loop import GenerationResult, StepEvent, encode_prompts, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
-from dgcompile.runtime.session import Batch
+from dgcompile.runtime.session import Batch, Session
 from tests.runtime.toy_model import CANVAS, SURE, VOCAB, WINDOW, toy_answer
 
 CONFIG = GenerationConfig(
@@ -27,7 +27,7 @@ PROMPTS = [[5], [1, 2, 3], list(range(WINDOW + 5)), [31, 0, 31, 0], list(range(3
 class WatchedSession:
     """A real session that writes down what it is asked to do."""
 
-    def __init__(self, session: OnnxRuntimeSession) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.encoded: list[list[list[int]]] = []  # the real tokens of each row of each call
         self.steps: list[tuple[int, int, bool]] = []  # first row, last row, self-conditioning all zeros

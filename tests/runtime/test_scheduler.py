@@ -81,7 +81,7 @@ class Request:
 class ArrivalSession(WatchedSession):
     """A real session in which a number of denoising steps passes before each request arrives."""
 
-    def __init__(self, session: OnnxRuntimeSession, arrivals: Sequence[tuple[int, Request]]) -> None:
+    def __init__(self, session: Session, arrivals: Sequence[tuple[int, Request]]) -> None:
         super().__init__(session)
         self.arrivals = sorted(arrivals, key=lambda arrival: arrival[0])
         self.scheduler: Scheduler | None = None

@@ -28,12 +28,14 @@ from dgcompile.runtime.device_batch import download
 from dgcompile.runtime.loop import StepEvent, encode_prompts, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.pipeline import Pipeline
+from dgcompile.runtime.scheduler import Scheduler
 from dgcompile.runtime.session import Batch
 from dgcompile.runtime.tensorrt_session import MIN_NEW_TOKENS, TensorRTSession
 from dgcompile.safetensors_file import lay_out
 from dgcompile.target import Target
 from tests.runtime.host_device import HostContext, HostDevice, HostEngine, lift_weights
 from tests.runtime.test_loop import CONFIG, expected, summary
+from tests.runtime.test_scheduler import REQUESTS, ArrivalSession, Request, run
 from tests.runtime.toy_model import CANVAS, VOCAB, toy_spec
 
 MAX_CONTEXT = 200
@@ -189,6 +191,64 @@ def test_rows_finish_at_different_times(real: TensorRTSession, padded: OnnxRunti
     assert results == generate(padded, prompts, config, [1, 2, 3])
     assert [result.finish_reason for result in results] == ["eos", "length", "length"]
     assert [len(result.steps_per_canvas) for result in results] == [2, 3, 3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 30), REQUESTS), min_size=1, max_size=8),
+    rows=st.integers(1, 3),
+    overhead=st.sampled_from([0.0, 1.0]),
+)
+def test_requests_that_come_and_go_get_what_they_get_alone(
+    toy: TensorRTSession, arrivals: list[tuple[int, Request]], rows: int, overhead: float
+) -> None:
+    """Rows change places, the encoder begins in the middle of the batch. No row of the toy's window is aligned."""
+    gc.collect()  # the batch of the example before frees its buffers
+    run(ArrivalSession(toy, arrivals), rows, overhead)
+    for _, request in arrivals:
+        ids, reason, steps = expected(request.prompt, request.config, request.seed)
+        if request.ends[0] in ("cancelled", "stop"):
+            assert request.token_ids == ids[: CANVAS * len(request.canvases)]
+        else:
+            assert request.answer == (ids, reason, steps)
+
+
+@pytest.mark.parametrize("scratch", [64, 1000, 1 << 20])
+def test_the_scheduler_gets_the_tokens_of_the_cpu_session(
+    real: TensorRTSession,
+    padded: OnnxRuntimeSession,
+    real_bundle: Bundle,
+    scratch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not a bit differs, with rings that wrap, whether rows change places whole or, for want of memory, in pieces."""
+    gc.collect()
+    monkeypatch.setattr(real._present, "nbytes", min(scratch, real._present.nbytes))
+    assert real.new_batch(2, MAX_CONTEXT).cache.may_begin_with(
+        1
+    )  # so the encoder begins with other rows than the first
+    gc.collect()
+    config = real_bundle.generation
+    prompts = real_prompts(padded.spec, [31, 5, 60, 1, 24, 47])
+    answers = []
+    for session in (real, padded):
+        requests = [Request(prompt, config, seed) for seed, prompt in enumerate(prompts)]
+        run(ArrivalSession(session, [(3 * place, request) for place, request in enumerate(requests)]))
+        answers.append([request.answer for request in requests])
+    assert answers[0] == answers[1]
+
+
+def test_warming_up_runs_every_step_as_a_graph(toy_folder: Path, no_weights: Path) -> None:
+    """So that no request waits for a capture; the rows are empty afterwards."""
+    session = opened(toy_folder, toy_spec(), no_weights, max_batch=3, max_context=128)
+    device: Any = session._device
+    scheduler = Scheduler(session, rows=3, queue_limit=1)
+    scheduler.warm_up()
+    assert device.counts["capture"] == 3 * 2
+    assert scheduler.encoder_overhead >= 0
+    assert not scheduler._batch.cache.past_length.any()
+    session.denoise(scheduler._batch, 0, 1)
+    assert device.counts["capture"] == 3 * 2
 
 
 def test_a_step_is_one_graph(toy_folder: Path, no_weights: Path) -> None:
