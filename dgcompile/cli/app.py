@@ -26,6 +26,7 @@ COMMANDS = (
     "build",
     "generate",
     "batch",
+    "triton",
     "verify",
     "evaluate",
     "inspect",
