@@ -26,6 +26,7 @@ COMMANDS = (
     "build",
     "generate",
     "batch",
+    "serve",
     "triton",
     "verify",
     "evaluate",
@@ -38,8 +39,11 @@ COMMANDS = (
 )
 """Subcommands in the order of the help; each is the ``command`` of the module ``dgcompile.cli.<name>``."""
 
-BUILD_PACKAGES = frozenset({"huggingface_hub", "matplotlib", "onnx", "onnxscript", "torch", "transformers"})
-"""Top-level modules that only the ``build`` extra installs."""
+EXTRA_PACKAGES = {
+    "build": frozenset({"huggingface_hub", "matplotlib", "onnx", "onnxscript", "torch", "transformers"}),
+    "serve": frozenset({"fastapi", "prometheus_client", "starlette", "uvicorn"}),
+}
+"""Top-level modules that only an extra installs, by its name."""
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -102,10 +106,13 @@ def _known(error: Exception) -> DgcompileError | None:
     """The error in the form of our own where a user can act on it; None for a fault of the program."""
     if isinstance(error, DgcompileError):
         return error
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] in BUILD_PACKAGES:
-        return MissingDependencyError(
-            f"the package {error.name!r} is not installed", fix="install it with: pip install 'dgcompile[build]'"
-        )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        for extra, packages in EXTRA_PACKAGES.items():
+            if error.name.partition(".")[0] in packages:
+                return MissingDependencyError(
+                    f"the package {error.name!r} is not installed",
+                    fix=f"install it with: pip install 'dgcompile[{extra}]'",
+                )
     if isinstance(error, OSError) and error.strerror:
         return DgcompileError(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     if isinstance(error, MemoryError):
