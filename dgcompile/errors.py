@@ -28,7 +28,8 @@ class DgcompileError(Exception):
             parts.append(f"expected {expected.rstrip('.')}")
         if fix:
             parts.append(fix.rstrip("."))
-        super().__init__("; ".join(parts))
+        # What was found may hold lone surrogates, which no terminal and no reply could carry.
+        super().__init__("; ".join(parts).encode(errors="backslashreplace").decode())
 
 
 class InputError(DgcompileError):

@@ -15,6 +15,9 @@ from dgcompile.build import build
 from dgcompile.recipe import Recipe
 from dgcompile.target import Target
 from tests.models import random_checkpoint
+from tests.shared import made_once
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "sudoku"
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +29,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cpu bundle of ``checkpoint``. Shared by all tests: do not write into it."""
-    folder = tmp_path_factory.mktemp("bundles") / "bundle"
+    return made_once(tmp_path_factory, "bundle", lambda folder: _build(checkpoint, folder))
+
+
+@pytest.fixture(scope="session")
+def example_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cpu bundle of the trained example. Shared by all tests: do not write into it."""
+    return made_once(tmp_path_factory, "example", lambda folder: _build(EXAMPLE, folder))
+
+
+def _build(checkpoint: Path, folder: Path) -> None:
     build(checkpoint, Target.load("cpu"), Recipe.load("fp32"), folder)
-    return folder
