@@ -50,6 +50,25 @@ def test_printable_text_has_no_control_characters_and_keeps_the_rest(text: str) 
     ]
 
 
+def test_progress_says_what_a_task_notes_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "PLAIN_INTERVAL", 0.0)
+    rates = iter(["1 token/s", f"{ESCAPE}[31m2 tokens/s"])
+    out = io.StringIO()
+    with PlainProgress(Console(file=out, width=80)).task("batch", 5, "lines", note=lambda: next(rates)) as advance:
+        advance()
+        advance()
+    assert out.getvalue().splitlines()[:2] == [
+        "batch: 1 of 5 lines, 1 token/s",
+        "batch: 2 of 5 lines, \\x1b[31m2 tokens/s",
+    ]
+    out = io.StringIO()
+    with BarProgress(Console(file=out, width=80, force_terminal=True)).task(
+        "batch", 1000, "lines", note=lambda: f"{ESCAPE}[2J1234.5 tokens/s"
+    ):
+        pass
+    assert "\\x1b[2J1234.5 tokens/s" in out.getvalue() and f"{ESCAPE}[2J" not in out.getvalue()
+
+
 def test_plain_progress_speaks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.0, 106.0, 107.0, 120.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))

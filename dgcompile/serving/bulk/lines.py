@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from dgcompile.content_hashes import FileIdentity
 from dgcompile.progress import Progress
 
 MAX_LINE_BYTES = 4 << 20
@@ -37,11 +38,13 @@ class Contents:
 
     Attributes:
         sha256: of all its bytes.
+        identity: the file's, from before it was read.
         lines: lines that are not blank.
         last: number of the last of them; 0 where there is none.
     """
 
     sha256: str
+    identity: FileIdentity
     lines: int
     last: int
 
@@ -78,6 +81,7 @@ def survey(path: Path, progress: Progress) -> Contents:
     Raises:
         OSError: it cannot be read.
     """
+    identity = FileIdentity.of(path)
     digest = hashlib.sha256()
     size = told = lines = last = 0
 
@@ -86,11 +90,11 @@ def survey(path: Path, progress: Progress) -> Contents:
         digest.update(chunk)
         size += len(chunk)
 
-    with path.open("rb") as file, progress.task(f"read {path.name}", path.stat().st_size, "bytes") as advance:
+    with path.open("rb") as file, progress.task(f"read {path.name}", identity.size, "bytes") as advance:
         for line in read_lines(file, update):
             lines, last = lines + 1, line.number
             if size - told >= _TOLD_BYTES:
                 advance(size - told)
                 told = size
         advance(size - told)
-    return Contents(digest.hexdigest(), lines, last)
+    return Contents(digest.hexdigest(), identity, lines, last)

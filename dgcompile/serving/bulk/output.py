@@ -102,7 +102,7 @@ class OutputFiles:
         require_file(source, error=RequestError)
         if not self.output.absolute().parent.is_dir():
             raise RequestError(f"{self.output.parent} is no folder", expected="an existing folder for the output")
-        ours = (self.output, self.errors, self.partial_output, self.partial_errors, self.state)
+        ours = (self.output, self.errors, self.partial_output, self.partial_errors, self.state, self._lock_file)
         for path in ours:
             if path.exists():
                 require_file(path, error=RequestError)
@@ -112,7 +112,7 @@ class OutputFiles:
     def lock(self) -> AbstractContextManager[None]:
         """One run at a time; raises RequestError when there is another."""
         busy = RequestError(f"{self.output}: another run is writing it", fix="wait for it, or choose another output")
-        return file_lock(self.output.with_name(self.output.name + LOCK_SUFFIX), busy)
+        return file_lock(self._lock_file, busy)
 
     def look(self, wanted: RunState, *, overwrite: bool) -> Literal["new", "unfinished", "renamed"]:
         """What is there of a run: nothing, partial files to go on with, or all but the removal of the state.
@@ -139,10 +139,12 @@ class OutputFiles:
         for path in (self.output, self.errors):
             if path.exists():
                 raise self._refusal(f"{path} exists")
+        if found == "damaged":
+            raise self._refusal(f"{self.state} is not what a run writes there")
         for path in (self.partial_output, self.partial_errors):
-            # Of nothing but the moment before a state is written, an empty one is left.
+            # An empty one is left by a kill in the moment before the state is written.
             if path.exists() and path.stat().st_size:
-                raise self._refusal(f"{path} exists, and {self.state} is {found}")
+                raise self._refusal(f"{path} exists, but not {self.state}, which says what it belongs to")
         return "new"
 
     def begin(self, state: RunState) -> None:
@@ -162,6 +164,10 @@ class OutputFiles:
         self.partial_output.replace(self.output)
         sync_folder(self.output.absolute().parent)
         self.state.unlink()
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.output.with_name(self.output.name + LOCK_SUFFIX)
 
     def _read_state(self) -> RunState | Literal["missing", "damaged"]:
         if not self.state.exists():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgcompile.bundle import Manifest
+from dgcompile.content_hashes import FileIdentity
 from dgcompile.errors import RequestError
 from dgcompile.progress import Progress
 from dgcompile.serving.bulk.feed import Feed
@@ -156,11 +157,7 @@ def _answer(
             if line.number not in done:
                 feed.take(line)
         feed.drain()
-    if digest.hexdigest() != contents.sha256:
-        raise RequestError(
-            f"{source} changed while it was read: {files.output} is not made",
-            fix="when the file is complete, give --overwrite to start anew",
-        )
+    _check_unchanged(files, source, contents, digest.hexdigest(), progress)
     seconds = time.monotonic() - started
     files.finish()
     statistics = service.statistics()
@@ -175,4 +172,25 @@ def _answer(
         steps=statistics.steps,
         row_steps=statistics.row_steps,
         seconds=seconds,
+    )
+
+
+def _check_unchanged(files: OutputFiles, source: Path, contents: Contents, answered: str, progress: Progress) -> None:
+    """Refuses an input that is not, or was not while it was answered, what it was at the start; a mere touch is fine.
+
+    Args:
+        files: the output's.
+        source: the input.
+        contents: as it was at the start.
+        answered: SHA-256 of what was answered.
+        progress: told of another look at the file.
+    """
+    if answered != contents.sha256:
+        # The answers are of a mixture, which is nothing to go on with, even if the old content comes back.
+        files.state.unlink()
+    elif FileIdentity.of(source) == contents.identity or survey(source, progress).sha256 == contents.sha256:
+        return
+    raise RequestError(
+        f"{source} changed while it was read: {files.output} is not made",
+        fix="when the file is complete, give --overwrite to start anew",
     )
