@@ -98,9 +98,9 @@ class Server:
             timeout_graceful_shutdown=int(grace + LAST_SECONDS),
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name="dgcompile-http", daemon=True)
+        # Not Thread.join: a thread whose join was interrupted counts as ended in CPython (gh-90882).
+        self._ended = threading.Event()
 
     def __enter__(self) -> Server:
         self._thread.start()
@@ -115,12 +115,12 @@ class Server:
         self._front.closing = True
         self._server.should_exit = True
         try:
-            self._thread.join(self._grace)
+            self._ended.wait(self._grace)
         finally:
             # Also when a second Ctrl-C ends the waiting: whatever still runs is told so.
             if self._front.service is not None:
                 self._front.service.close()
-            self._thread.join(LAST_SECONDS)
+            self._ended.wait(LAST_SECONDS)
 
     def wait(self) -> None:
         """Waits until a signal handler raises.
@@ -128,9 +128,15 @@ class Server:
         Raises:
             EngineError: the HTTP server ended by itself.
         """
-        self._thread.join()
+        self._ended.wait()
         self._check_alive()
 
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listener])
+        finally:
+            self._ended.set()
+
     def _check_alive(self) -> None:
-        if not self._thread.is_alive():
+        if self._ended.is_set():
             raise EngineError("the HTTP server ended; its log says why")

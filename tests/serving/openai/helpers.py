@@ -72,10 +72,12 @@ class Served:
 
 
 @contextmanager
-def serving(bundle: Path, *, rows: int | None = None, queue_limit: int = 256, **front: Any) -> Iterator[Served]:
-    """Serves a bundle on a free port; nothing waits for running answers at the end."""
+def serving(
+    bundle: Path, *, rows: int | None = None, queue_limit: int = 256, grace: float = 0.2, **front: Any
+) -> Iterator[Served]:
+    """Serves a bundle on a free port; the end waits ``grace`` seconds for running answers."""
     listener = bind("127.0.0.1", 0)
     state = Front(**{"model_name": MODEL, **front})
-    with httpx.Client(timeout=60) as http, Server(state, listener, grace=0.2):
+    with httpx.Client(timeout=60) as http, Server(state, listener, grace=grace):
         state.service = Service.open(bundle, rows=rows, queue_limit=queue_limit, threads=1)
         yield Served(url(listener), state, state.service, Pipeline.open(bundle, threads=1), http)

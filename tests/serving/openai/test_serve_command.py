@@ -79,6 +79,22 @@ def test_the_model_is_called_as_its_folder(bundle: Path) -> None:
         assert running.stop(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_what_runs_when_it_is_stopped_is_answered(bundle: Path, number: int, code: int) -> None:
+    slow = {**ENDLESS, "max_denoising_steps": 1000}
+    with process(str(bundle), "--model-name", "m") as running:
+        client = OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+        stream = client.chat.completions.create(  # type: ignore[call-overload]
+            model="m", messages=CHAT, seed=1, max_tokens=5, stream=True, extra_body=slow
+        )
+        assert next(iter(stream)).choices[0].delta.role == "assistant"
+        running.popen.send_signal(number)
+        *_, last = list(stream)
+        assert last.choices[0].finish_reason in ("stop", "length")
+        assert last.model_extra["dgcompile"]["denoising_steps"] == 1000
+        assert finish(running.popen, timeout=60)[0] == code
+
+
 def test_a_second_ctrl_c_breaks_off_what_still_runs(bundle: Path) -> None:
     with process(str(bundle), "--model-name", "m") as running:
         client = OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
