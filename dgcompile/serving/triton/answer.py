@@ -117,7 +117,7 @@ def _usage_tensors(completion: Completion) -> list[Any]:
 
 
 def _triton_error(error: DgcompileError) -> Any:
-    """HTTP makes 400 of an invalid argument, 503 of unavailable and 500 of the rest."""
+    """Its kind is for servers that tell; the generate endpoints of Triton 2.51 make 400 of any."""
     kinds = pb_utils().TritonError
     if isinstance(error, RequestError):
         return kinds(str(error), kinds.INVALID_ARG)
