@@ -95,7 +95,8 @@ def test_500_puzzles_killed_twice_and_interrupted_once(sudoku_bundle: Path, tmp_
 
 def test_options_are_defaults_for_lines_that_do_not_say(sudoku_bundle: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out"
-    source.write_text('{"text": "1.2..3"}\n{"text": "1", "max_new_tokens": 2, "seed": 5}\n')
+    lines = ({"text": PUZZLES[0]["prompt"]}, {"text": PUZZLES[1]["prompt"], "max_new_tokens": 2, "seed": 5})
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ("--max-new-tokens", "7", "--seed", "40", "--unordered", "--rows", "1", "--max-denoising-steps", "3")
     result = run("batch", str(sudoku_bundle), str(source), str(output), *options)
     assert result.exit_code == 0, result.stderr

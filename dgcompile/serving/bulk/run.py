@@ -139,7 +139,6 @@ def _answer(
     answers = read_written(files.partial_output, done, ascending=options.ordered)
     errors = read_written(files.partial_errors, done, ascending=True)
     done_before = answers.records + errors.records
-    label = f"batch (after {done_before} lines)" if done_before else "batch"
     digest = hashlib.sha256()
     started = time.monotonic()
 
@@ -150,8 +149,10 @@ def _answer(
         append_to(files.partial_output, answers) as answers_file,
         append_to(files.partial_errors, errors) as errors_file,
         source.open("rb") as file,
-        progress.task(label, contents.lines - done_before, "lines", note=speed) as advance,
+        progress.task("batch", contents.lines, "lines", note=speed) as advance,
     ):
+        if done_before:
+            advance(done_before)
         feed = Feed(service, answers_file, errors_file, options, advance)
         for line in read_lines(file, digest.update):
             if line.number not in done:
