@@ -88,7 +88,8 @@ def command(
         except (KeyboardInterrupt, _Terminated):
             now = front.statistics()
             if now is not None and (running := now.active_rows + now.queued):
-                _say(f"\nStopping when {running} answers are done, or at once with another Ctrl-C")
+                what = "1 answer is" if running == 1 else f"{running} answers are"
+                _say(f"\nStopping when {what} done, or at once with another Ctrl-C")
             raise
 
 

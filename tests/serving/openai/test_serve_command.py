@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_breaks_off_what_still_runs(bundle: Path) -> None:
         running.popen.send_signal(signal.SIGINT)
         assert running.popen.stderr is not None
         assert running.popen.stderr.readline() == "\n"
-        assert "Stopping when 1 answers are done" in running.popen.stderr.readline()
+        assert "Stopping when 1 answer is done" in running.popen.stderr.readline()
         with pytest.raises(httpx.TransportError):
             while True:  # no new requests
                 httpx.get(f"{running.url}/ready")
