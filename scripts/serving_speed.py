@@ -1,8 +1,9 @@
-"""What Triton Inference Server costs: the same requests through it and straight to the scheduler, in turns.
+"""What a batch gains and what Triton Inference Server costs: the same requests one after another, in a batch, and in a
+batch behind Triton, in turns.
 
-    python scripts/serving_overhead.py BUNDLE --json result.json
+    python scripts/serving_speed.py BUNDLE --json result.json
 
-Both run the same bundle with the same rows and threads, each in a process of its own. Give it a bundle whose steps take
+All run the same bundle with the same threads, each in a process of its own. Give it a bundle whose steps take
 50 ms or more, so that what is measured is not the noise: `--make` writes one (random weights, a minute).
 The server is the one that the tests fetch. The figures are this machine's; nothing asserts them.
 """
@@ -135,12 +136,30 @@ def serve_in_process(bundle: str, rows: int, threads: int, pipe: Connection, siz
     clients, requests, canvases, length = sizes
     pipe.send("ready")
     while pipe.recv() == "measure":
-        before = service.statistics()
-        found = measure(ask_service, [service] * clients, clients, requests, canvases, length)
-        after = service.statistics()
-        found["rows_per_step"] = (after.row_steps - before.row_steps) / (after.steps - before.steps)
-        pipe.send(found)
+        pipe.send(measure(ask_service, [service] * clients, clients, requests, canvases, length))
     service.close()
+
+
+class InProcess:
+    """A service in a process of its own."""
+
+    def __init__(self, bundle: Path, rows: int, threads: int, sizes: tuple[int, int, int, int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=serve_in_process, args=(str(bundle), rows, threads, there, sizes))
+        self._process.start()
+        self._pipe.recv()
+
+    def measure(self) -> dict[str, float]:
+        """Runs the requests once."""
+        self._pipe.send("measure")
+        found: dict[str, float] = self._pipe.recv()
+        return found
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._pipe.send("end")
+        self._process.join()
 
 
 @click.command(context_settings={"show_default": True})
@@ -164,7 +183,7 @@ def main(
     turns: int,
     result: Path | None,
 ) -> None:
-    """Measure BUNDLE behind Triton and behind nothing, in turns."""
+    """Measure BUNDLE with one row, with several, and behind Triton, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
         if make:
             checkpoint = Path(scratch) / "checkpoint"
@@ -176,30 +195,27 @@ def main(
         length = Bundle.open(bundle).spec.canvas_length
         repository = Path(scratch) / "repository"
         write_model(bundle, repository, name=MODEL, rows=rows, threads=threads)
-        here, there = multiprocessing.get_context("spawn").Pipe()
-        arguments = (str(bundle), rows, threads, there, (clients, requests, canvases, length))
-        process = multiprocessing.get_context("spawn").Process(target=serve_in_process, args=arguments)
-        process.start()
-        here.recv()
+        sizes = (clients, requests, canvases, length)
+        sides = {name: InProcess(bundle, count, threads, sizes) for name, count in (("serial", 1), ("batch", rows))}
         server = TritonServer(install(), repository, Path(scratch) / "log")
         streams = [GrpcStream(server.grpc) for _ in range(clients)]
-        found: dict[str, list[dict[str, float]]] = {"in_process": [], "triton": []}
+        found: dict[str, list[dict[str, float]]] = {"serial": [], "batch": [], "triton": []}
         try:
             for _ in range(turns):
-                here.send("measure")
-                found["in_process"].append(here.recv())
+                for name, side in sides.items():
+                    found[name].append(side.measure())
                 found["triton"].append(measure(ask_triton, streams, clients, requests, canvases, length))
         finally:
             for stream in streams:
                 stream.close()
             server.stop()
-            here.send("end")
-            process.join()
+            for side in sides.values():
+                side.end()
     medians = {
         side: {key: statistics.median(turn[key] for turn in turns_) for key in turns_[0]}
         for side, turns_ in found.items()
     }
-    direct, triton = medians["in_process"], medians["triton"]
+    serial, direct, triton = medians["serial"], medians["batch"], medians["triton"]
     summary = {
         "rows": rows,
         "threads": threads,
@@ -209,8 +225,9 @@ def main(
         "steps_per_canvas": 4,
         "step_ms_of_one_row": round(direct["canvas_ms"] / 4, 2),
         "medians": medians,
-        "throughput_lost": 1 - triton["tokens_per_second"] / direct["tokens_per_second"],
-        "more_ms_per_canvas": triton["canvas_ms"] - direct["canvas_ms"],
+        "batch_over_serial": direct["tokens_per_second"] / serial["tokens_per_second"],
+        "throughput_lost_by_triton": 1 - triton["tokens_per_second"] / direct["tokens_per_second"],
+        "ms_per_canvas_added_by_triton": triton["canvas_ms"] - direct["canvas_ms"],
         "turns": found,
     }
     print(json.dumps({key: value for key, value in summary.items() if key != "turns"}, indent=2))
