@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from http.client import HTTPConnection
 
 import pytest
 
@@ -82,7 +83,12 @@ def test_a_client_that_goes_away_in_its_body(served: Served, sent: int) -> None:
 
 
 def test_a_request_after_a_refused_one_on_the_same_connection(served: Served) -> None:
-    with socket.create_connection(served.address, timeout=20) as connection:
-        for content, status in ((b"{}", b"400"), (REQUEST, b"200"), (b"[]", b"400")):
-            connection.sendall(head(JSON, f"Content-Length: {len(content)}\r\n") + content)
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 " + status)
+    connection = HTTPConnection(*served.address, timeout=20)
+    connection.connect()
+    first = connection.sock
+    for content, status in ((b"{}", 400), (REQUEST, 200), (b"[]", 400)):
+        connection.request("POST", "/v1/chat/completions", content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert (response.status, bool(response.read())) == (status, True)
+        assert connection.sock is first
+    connection.close()
