@@ -20,6 +20,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 """Characters of one stop string: while text is streamed, up to that many are held back."""
 
+MIN_T_MAX = 0.001
+"""Of the first step's temperature. Far below, a step divides the logits by nearly nothing, and float32 overflows."""
+
+LARGEST = 1e6
+"""Of t_max and entropy_bound: long before, every token is as probable as any other, and every one is accepted."""
+
 SOURCES = ("text", "messages", "prompt", "input_ids")
 """The fields that a prompt may be given in; each request has exactly one."""
 
@@ -51,9 +57,9 @@ class GenerateRequest(BaseModel):
     input_ids: list[Annotated[int, Field(strict=True)]] | None = None
     max_new_tokens: Count | None = None
     max_denoising_steps: Count | None = None
-    t_min: Number | None = None
-    t_max: Number | None = None
-    entropy_bound: Number | None = None
+    t_min: Annotated[Number, Field(ge=0)] | None = None
+    t_max: Annotated[Number, Field(ge=MIN_T_MAX, le=LARGEST)] | None = None
+    entropy_bound: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
     stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
 

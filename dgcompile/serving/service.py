@@ -132,7 +132,8 @@ class Service:
         self._scheduler = Scheduler(pipeline.session, rows=rows, queue_limit=queue_limit)
         self._scheduler.warm_up(progress)
         # A daemon, so that an exception elsewhere does not leave a process that waits for ever.
-        self._thread = threading.Thread(target=self._scheduler.run, name="dgcompile-engine", daemon=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dgcompile-engine", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -212,7 +213,14 @@ class Service:
         """Ends the engine thread: running and waiting requests get ``on_error``. Safe to call twice, by any thread."""
         self._scheduler.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            # Not join(): interrupted by Ctrl-C, it takes a living thread for one that has ended (CPython gh-90882).
+            self._ended.wait()
+
+    def _run(self) -> None:
+        try:
+            self._scheduler.run()
+        finally:
+            self._ended.set()
 
 
 class _Answer:

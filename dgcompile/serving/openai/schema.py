@@ -15,16 +15,13 @@ from dgcompile.generation_config import Count, GenerationConfig, Number
 from dgcompile.runtime.random_numbers import MAX_SEED
 from dgcompile.serving.openai.errors import ApiError
 from dgcompile.serving.openai.unsupported import CHAT, TEXT, Table, without_unsupported
-from dgcompile.serving.request import MAX_STOP_STRINGS, GenerateRequest, StopString, Text
+from dgcompile.serving.request import LARGEST, MAX_STOP_STRINGS, MIN_T_MAX, GenerateRequest, StopString, Text
 
 MIN_TEMPERATURE = 0.01
-"""Far below it a step divides the logits by nearly nothing, and float32 overflows."""
+"""Of ``temperature``. What it scales, t_max, must stay above :data:`dgcompile.serving.request.MIN_T_MAX`."""
 
 MAX_TEMPERATURE = 2.0
 """OpenAI's own limit."""
-
-LARGEST = 1e6
-"""Of t_max and entropy_bound: long before, every token is as probable as any other, and every one is accepted."""
 
 MESSAGE_EXTRAS = ("annotations", "audio", "function_call", "name", "refusal", "tool_calls", "tool_call_id")
 """Fields of OpenAI's messages that must say nothing here. Clients send a whole answer back as part of a chat."""
@@ -154,7 +151,7 @@ class _Request(_Strict):
     stream_options: Annotated[StreamOptions | None, _at_most(MAX_FIELDS)] = None
     max_denoising_steps: Count | None = None
     t_min: Annotated[Number, Field(ge=0)] | None = None
-    t_max: Annotated[Number, Field(ge=MIN_TEMPERATURE, le=LARGEST)] | None = None
+    t_max: Annotated[Number, Field(ge=MIN_T_MAX, le=LARGEST)] | None = None
     entropy_bound: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None
     user: Text | None = None
     metadata: Annotated[dict[Text, Text] | None, _at_most(MAX_LABELS)] = None

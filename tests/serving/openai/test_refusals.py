@@ -66,7 +66,7 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": True}, "temperature", "number"),
     ({"temperature": float("nan")}, "temperature", "finite"),
     ({"t_min": float("inf")}, "t_min", "finite"),
-    ({"t_min": 0, "t_max": 1e-40}, "t_max", "0.01"),
+    ({"t_min": 0, "t_max": 1e-40}, "t_max", "0.001"),
     ({"t_max": 1e39}, "t_max", "1000000"),
     ({"entropy_bound": 1e300}, "entropy_bound", "1000000"),
     ({"entropy_bound": 0}, "entropy_bound", "greater than 0"),
