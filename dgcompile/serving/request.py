@@ -20,6 +20,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 """Characters of one stop string: while text is streamed, up to that many are held back."""
 
+MAX_DENOISING_STEPS = 10_000
+"""Of a request: 200 times what published checkpoints take at most. So that nobody holds a row for good."""
+
 MIN_T_MAX = 0.001
 """Of the first step's temperature. Far below, a step divides the logits by nearly nothing, and float32 overflows."""
 
@@ -56,7 +59,7 @@ class GenerateRequest(BaseModel):
     prompt: Text | None = None
     input_ids: list[Annotated[int, Field(strict=True)]] | None = None
     max_new_tokens: Count | None = None
-    max_denoising_steps: Count | None = None
+    max_denoising_steps: Annotated[Count, Field(le=MAX_DENOISING_STEPS)] | None = None
     t_min: Annotated[Number, Field(ge=0)] | None = None
     t_max: Annotated[Number, Field(ge=MIN_T_MAX, le=LARGEST)] | None = None
     entropy_bound: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None

@@ -32,6 +32,7 @@ JSON = st.recursive(
         ({"text": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"text": "a", "max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
         ({"text": "a", "max_new_tokens": True}, "max_new_tokens is True"),
+        ({"text": "a", "max_denoising_steps": 10_001}, "max_denoising_steps is 10001"),
         ({"text": "a", "seed": -1}, "seed is -1"),
         ({"text": "a", "seed": 2**64}, "seed is 18446744073709551616"),
         ({"text": "a", "t_min": float("nan")}, "t_min is nan"),

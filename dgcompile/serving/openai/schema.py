@@ -15,7 +15,15 @@ from dgcompile.generation_config import Count, GenerationConfig, Number
 from dgcompile.runtime.random_numbers import MAX_SEED
 from dgcompile.serving.openai.errors import ApiError
 from dgcompile.serving.openai.unsupported import CHAT, TEXT, Table, without_unsupported
-from dgcompile.serving.request import LARGEST, MAX_STOP_STRINGS, MIN_T_MAX, GenerateRequest, StopString, Text
+from dgcompile.serving.request import (
+    LARGEST,
+    MAX_DENOISING_STEPS,
+    MAX_STOP_STRINGS,
+    MIN_T_MAX,
+    GenerateRequest,
+    StopString,
+    Text,
+)
 
 MIN_TEMPERATURE = 0.01
 """Of ``temperature``. What it scales, t_max, must stay above :data:`dgcompile.serving.request.MIN_T_MAX`."""
@@ -149,7 +157,7 @@ class _Request(_Strict):
     temperature: Annotated[Number, Field(le=MAX_TEMPERATURE), BeforeValidator(_not_greedy)] | None = None
     stream: Flag | None = None
     stream_options: Annotated[StreamOptions | None, _at_most(MAX_FIELDS)] = None
-    max_denoising_steps: Count | None = None
+    max_denoising_steps: Annotated[Count, Field(le=MAX_DENOISING_STEPS)] | None = None
     t_min: Annotated[Number, Field(ge=0)] | None = None
     t_max: Annotated[Number, Field(ge=MIN_T_MAX, le=LARGEST)] | None = None
     entropy_bound: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None
