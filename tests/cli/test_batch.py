@@ -39,7 +39,7 @@ def stop(process: subprocess.Popen[str], partial: Path, *, after: int, by: signa
     return code, stderr
 
 
-def test_500_puzzles_killed_twice_and_interrupted_once(sudoku_bundle: Path, tmp_path: Path) -> None:
+def test_500_puzzles_killed_twice_and_interrupted_once(example_bundle: Path, tmp_path: Path) -> None:
     source, output, undisturbed = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "undisturbed.jsonl"
     write_puzzles(source, 500)
     lines = source.read_text().splitlines()
@@ -47,7 +47,7 @@ def test_500_puzzles_killed_twice_and_interrupted_once(sudoku_bundle: Path, tmp_
     source.write_text("\n".join(lines))
 
     def arguments(out: Path) -> tuple[str, ...]:
-        return "batch", str(sudoku_bundle), str(source), str(out), "--token-ids", "--threads", "1"
+        return "batch", str(example_bundle), str(source), str(out), "--token-ids", "--threads", "1"
 
     code, stdout, stderr = finish(start(*arguments(undisturbed)))
     assert (code, stdout) == (0, "")
@@ -86,19 +86,19 @@ def test_500_puzzles_killed_twice_and_interrupted_once(sudoku_bundle: Path, tmp_
     }
 
     # And each line is what it is alone.
-    pipeline = Pipeline.open(sudoku_bundle, threads=1)
+    pipeline = Pipeline.open(example_bundle, threads=1)
     for index in (0, 99, 100, 499):
         prompt = pipeline.encode([{"role": "user", "content": PUZZLES[index]["prompt"]}])
         (alone,) = pipeline.generate([prompt], seeds=[found[index]["line"]])
         assert (found[index]["token_ids"], found[index]["steps"]) == (alone.token_ids, sum(alone.steps_per_canvas))
 
 
-def test_options_are_defaults_for_lines_that_do_not_say(sudoku_bundle: Path, tmp_path: Path) -> None:
+def test_options_are_defaults_for_lines_that_do_not_say(example_bundle: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out"
     lines = ({"text": PUZZLES[0]["prompt"]}, {"text": PUZZLES[1]["prompt"], "max_new_tokens": 2, "seed": 5})
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ("--max-new-tokens", "7", "--seed", "40", "--unordered", "--rows", "1", "--max-denoising-steps", "3")
-    result = run("batch", str(sudoku_bundle), str(source), str(output), *options)
+    result = run("batch", str(example_bundle), str(source), str(output), *options)
     assert result.exit_code == 0, result.stderr
     first, second = sorted(records(output), key=lambda record: record["line"])
     assert (first["output_tokens"], first["seed"]) == (7, 41)
@@ -107,31 +107,31 @@ def test_options_are_defaults_for_lines_that_do_not_say(sudoku_bundle: Path, tmp
     assert result.stdout == "" and "2 of 2 lines answered" in result.stderr and "Warning" not in result.stderr
 
 
-def test_only_a_run_of_nothing_but_bad_lines_fails(sudoku_bundle: Path, tmp_path: Path) -> None:
+def test_only_a_run_of_nothing_but_bad_lines_fails(example_bundle: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("{\n\n[]\n")
-    result = run("batch", str(sudoku_bundle), str(source), str(output))
+    result = run("batch", str(example_bundle), str(source), str(output))
     assert result.exit_code == 1
     assert "0 of 2 lines answered" in result.stderr and "2 lines are bad" in result.stderr
     assert output.read_bytes() == b""
     assert [record["line"] for record in records(tmp_path / "out.errors.jsonl")] == [1, 3]
 
-    result = run("batch", str(sudoku_bundle), str(source), str(output))
+    result = run("batch", str(example_bundle), str(source), str(output))
     assert result.exit_code == 2 and "out.jsonl exists" in result.stderr and "--overwrite" in result.stderr
     source.write_text("{\n" + json.dumps({"text": PUZZLES[0]["prompt"]}))
-    result = run("batch", str(sudoku_bundle), str(source), str(output), "--overwrite")
+    result = run("batch", str(example_bundle), str(source), str(output), "--overwrite")
     assert result.exit_code == 0 and "1 line is bad" in result.stderr
 
 
-def test_two_runs_at_once_are_refused(sudoku_bundle: Path, tmp_path: Path) -> None:
+def test_two_runs_at_once_are_refused(example_bundle: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_puzzles(source, 500)
-    first = start("batch", str(sudoku_bundle), str(source), str(output), "--threads", "1")
+    first = start("batch", str(example_bundle), str(source), str(output), "--threads", "1")
     partial = output.with_name("out.jsonl.partial")
     while not partial.exists():
         assert first.poll() is None
         time.sleep(0.01)
-    result = run("batch", str(sudoku_bundle), str(source), str(output))
+    result = run("batch", str(example_bundle), str(source), str(output))
     assert result.exit_code == 2 and "another run is writing it" in result.stderr
     first.send_signal(signal.SIGINT)
     code, _, stderr = finish(first)

@@ -9,14 +9,17 @@ import pytest
 
 from dgcompile.cli.sudoku import Puzzle, Solved, choose, pictures, read_puzzles
 from dgcompile.errors import CheckpointError
-from tests.cli.conftest import DEMO
-from tests.cli.helpers import ESCAPE, ROOT, run
+from tests.cli.helpers import ESCAPE, ROOT, finish, run, start
+
+DEMO = ("demo", "--puzzles", "6")
 
 GRID = "123456\n456123\n231564\n564231\n312645\n645312"
 
 
-def test_the_demo_solves_puzzles_and_keeps_its_bundle(first_demo: tuple[Path, str]) -> None:
-    bundle, stdout = first_demo
+def test_the_demo_solves_puzzles_and_keeps_its_bundle(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    code, stdout, stderr = finish(start(*DEMO, "--bundle", str(bundle)))
+    assert code == 0, stderr
     assert ESCAPE not in stdout
     assert stdout.count(": right") >= 4, "most of the six are solved, the easier ones surely"
     assert f"{stdout.count(': right')} of 6 right" in stdout

@@ -62,12 +62,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_readme_python_runs(sudoku_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_python_runs(example_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert code is not None
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "bundles").mkdir()
-    (tmp_path / "bundles" / "sudoku").symlink_to(sudoku_bundle)
+    (tmp_path / "bundles" / "sudoku").symlink_to(example_bundle)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(code[1], names)
