@@ -18,6 +18,9 @@ from dgcompile.serving.triton.tensors import INPUTS
 
 TIMEOUT = 120.0
 
+# Idle connections are not kept: a server that is asked to stop waits for them until its exit timeout.
+_http = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
 _DATATYPES = {"TYPE_STRING": "BYTES", "TYPE_INT64": "INT64", "TYPE_UINT64": "UINT64", "TYPE_FP64": "FP64"}
 _DTYPES = {"BYTES": np.object_, "INT64": np.int64, "UINT64": np.uint64, "FP64": np.float64, "BOOL": np.bool_}
 
@@ -48,7 +51,7 @@ def _as_list(value: Any) -> list[int]:
 def generate(address: str, values: Mapping[str, Any] | bytes, model: str = "sudoku") -> httpx.Response:
     """POSTs to /generate; bytes go as they are."""
     body = values if isinstance(values, bytes) else json.dumps(values).encode()
-    return httpx.post(f"http://{address}/v2/models/{model}/generate", content=body, timeout=TIMEOUT)
+    return _http.post(f"http://{address}/v2/models/{model}/generate", content=body)
 
 
 def reply_of(response: httpx.Response) -> Reply:
@@ -61,7 +64,7 @@ def reply_of(response: httpx.Response) -> Reply:
 def open_stream(address: str, values: Mapping[str, Any], model: str = "sudoku") -> Iterator[Iterator[dict[str, Any]]]:
     """POSTs to /generate_stream; gives the events one by one. Leaving the block closes the connection."""
     url = f"http://{address}/v2/models/{model}/generate_stream"
-    with httpx.Client(timeout=TIMEOUT) as client, client.stream("POST", url, json=dict(values)) as response:
+    with _http.stream("POST", url, json=dict(values)) as response:
         lines = response.iter_lines()
         yield (json.loads(line.removeprefix("data: ")) for line in lines if line)
 

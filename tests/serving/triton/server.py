@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import requires
@@ -127,8 +127,16 @@ class TritonServer:
         log: file with everything that it printed.
     """
 
-    def __init__(self, installation: Installation, repository: Path, log: Path, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        installation: Installation,
+        repository: Path,
+        log: Path,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = log
+        self._variables = dict(environment or {})
         self.shm_prefix = f"dgcompile-test-{os.getpid()}-{time.monotonic_ns():x}"
         for _ in range(5):
             http, grpc, metrics = _free_ports(3)
@@ -150,6 +158,7 @@ class TritonServer:
             "LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR")),
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
+            **self._variables,
         }
         environment.pop("VIRTUAL_ENV", None)
         with self.log.open("w") as log:
@@ -234,10 +243,14 @@ class TritonServer:
 
 @contextmanager
 def running(
-    installation: Installation, repository: Path, log: Path, options: Sequence[str] = ()
+    installation: Installation,
+    repository: Path,
+    log: Path,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[TritonServer]:
     """A server for the length of a ``with`` block; its log is printed when the block fails."""
-    server = TritonServer(installation, repository, log, options)
+    server = TritonServer(installation, repository, log, options, environment)
     try:
         yield server
     except BaseException:
@@ -245,6 +258,8 @@ def running(
         raise
     finally:
         server.stop()
+        for name in server.shm_files():  # of a server that had to be killed
+            (Path("/dev/shm") / name).unlink()
 
 
 def _free_ports(count: int) -> list[int]:
