@@ -176,9 +176,12 @@ def test_soak(installation: Installation, bundle: Path, tmp_path: Path) -> None:
         time.sleep(4 * UPDATE_SECONDS)
         assert server.metric("dgcompile_active_rows", model=MODEL) == 0
         assert server.metric("dgcompile_queued_requests", model=MODEL) == 0
-        assert server.metric("dgcompile_requests_finished_total", model=MODEL) == 850
+        # A few whose clients left have come to their end before, and a few have not come to the model at all.
+        finished = server.metric("dgcompile_requests_finished_total", model=MODEL)
+        cancelled = server.metric("dgcompile_requests_cancelled_total", model=MODEL)
         unsure = sum(leaves_early(number) for number in range(7, REQUESTS, 20))
-        assert 50 - unsure <= server.metric("dgcompile_requests_cancelled_total", model=MODEL) <= 50
+        assert 850 <= finished <= 860
+        assert 900 - unsure <= finished + cancelled <= 900
         assert server.metric("dgcompile_requests_failed_total", model=MODEL) == 0
         assert reply_of(generate(server.http, good_request(0), MODEL)).token_ids == wanted[0][1]
         assert growth < 0.02
