@@ -71,7 +71,8 @@ class ChatTemplate:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BundleError(f"{path} cannot be read: {error}", fix="build the bundle again") from error
-        return cls(text, source=str(path))
+        # Not the whole path: what is wrong with a chat is told to clients of a server too.
+        return cls(text, source=path.name)
 
     @property
     def variables(self) -> frozenset[str]:

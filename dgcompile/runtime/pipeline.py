@@ -84,7 +84,7 @@ class Pipeline:
         """
         if self.chat_template is None:
             raise RequestError(
-                f"{self.bundle.path} has no chat template", expected="plain text", fix="give the prompt as plain text"
+                "the bundle has no chat template", expected="plain text", fix="give the prompt as plain text"
             )
         return self.chat_template.render(messages, **{**self._special_tokens(self.chat_template), **variables})
 
@@ -122,7 +122,7 @@ class Pipeline:
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
-                f"{self.bundle.path} has no tokenizer.json",
+                "the bundle has no tokenizer.json",
                 expected="token ids instead of text",
                 fix="build from a checkpoint that has one",
             )

@@ -53,7 +53,7 @@ class Metric:
     """One metric in Prometheus's terms.
 
     Attributes:
-        name: without ``_total``, which counters get at the end of their name.
+        name: as in the table; see :attr:`exposed_name`.
         help: one sentence.
         kind: a counter only grows.
         value: reads it.
@@ -63,6 +63,12 @@ class Metric:
     help: str
     kind: Literal["counter", "gauge"]
     value: Callable[[Statistics], float]
+
+    @property
+    def exposed_name(self) -> str:
+        """The name in Prometheus: counters end in ``_total``, but for the two parts of a summary."""
+        plain = self.kind == "gauge" or self.name.endswith(("_sum", "_count"))
+        return self.name if plain else f"{self.name}_total"
 
 
 METRICS = (

@@ -32,8 +32,7 @@ class TritonMetrics:
         self._families: list[Any] = []
         self._metrics: list[Any] = []
         for metric in METRICS:
-            name = metric.name + ("_total" if metric.kind == "counter" else "")
-            self._families.append(families(name=name, description=metric.help, kind=kinds[metric.kind]))
+            self._families.append(families(name=metric.exposed_name, description=metric.help, kind=kinds[metric.kind]))
             self._metrics.append(self._families[-1].Metric(labels=labels))
         self._values = [0.0] * len(METRICS)
         self._closed = threading.Event()
