@@ -51,8 +51,8 @@ def parse_json(text: bytes, source: str, *, error: type[DgcompileError] = Checkp
         raise error(f"{source} is not JSON: {problem}") from problem
     except RecursionError as problem:
         raise error(f"{source} is nested too deeply") from problem
-    except ValueError as problem:  # an integer with thousands of digits
-        raise error(f"{source} is not usable: {problem}") from problem
+    except ValueError as problem:
+        raise error(f"{source} holds an integer with thousands of digits") from problem
     if not isinstance(value, dict):
         raise error(f"{source} holds a {type(value).__name__}", expected="a JSON object")
     return value

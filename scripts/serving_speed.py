@@ -18,10 +18,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -40,6 +41,9 @@ from tests.serving.triton.clients import GrpcStream
 from tests.serving.triton.server import TritonServer, install
 
 MODEL = "measured"
+ALONE = 10
+"""Requests of one client alone, in each measurement."""
+
 # Some 30 ms for a row and 200 ms for eight, on one core.
 SHAPE = (
     "--layers sff --hidden 256 --intermediate 512 --head-dim 32 --full-head-dim 64 --experts 16 --moe-intermediate 128 "
@@ -62,7 +66,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.tokens = 0
+        self.completion: Completion | None = None
         self.error: DgcompileError | None = None
         self.done = threading.Event()
 
@@ -73,7 +77,7 @@ class Waiter:
         self.times.append(time.perf_counter())
 
     def on_finish(self, completion: Completion) -> None:
-        self.tokens = len(completion.token_ids)
+        self.completion = completion
         self.done.set()
 
     def on_cancelled(self) -> None:
@@ -84,17 +88,37 @@ class Waiter:
         self.done.set()
 
 
-def ask_service(service: Service, values: dict[str, Any]) -> tuple[list[float], int]:
-    """Times of the canvases since the request, and the tokens."""
+class Answer(NamedTuple):
+    """What a client saw.
+
+    Attributes:
+        times: seconds from the request to each canvas.
+        tokens: generated.
+        inside_ms: milliseconds from the request to the end, by the service's own clock.
+    """
+
+    times: list[float]
+    tokens: int
+    inside_ms: float
+
+    @property
+    def outside_ms(self) -> float:
+        """Milliseconds that the client waited and the service did not have the request: the way there and back."""
+        return 1e3 * self.times[-1] - self.inside_ms
+
+
+def ask_service(service: Service, values: dict[str, Any]) -> Answer:
+    """One request, straight to the service."""
     waiter, started = Waiter(), time.perf_counter()
     service.submit(GenerateRequest.from_values(values), waiter)
     waiter.done.wait()
-    if waiter.error is not None:
-        raise waiter.error
-    return [moment - started for moment in waiter.times], waiter.tokens
+    if waiter.completion is None:
+        raise waiter.error or AssertionError("no answer and no error")
+    times = [moment - started for moment in waiter.times]
+    return Answer(times, len(waiter.completion.token_ids), waiter.completion.usage.total_ms)
 
 
-def ask_triton(stream: GrpcStream, values: dict[str, Any]) -> tuple[list[float], int]:
+def ask_triton(stream: GrpcStream, values: dict[str, Any]) -> Answer:
     """The same through gRPC."""
     names = {
         "max_new_tokens": "MAX_TOKENS",
@@ -102,32 +126,42 @@ def ask_triton(stream: GrpcStream, values: dict[str, Any]) -> tuple[list[float],
         "seed": "SEED",
         "prompt": "PROMPT",
     }
-    started, times, tokens, last = time.perf_counter(), list[float](), 0, False
+    started, times, tokens, inside, last = time.perf_counter(), list[float](), 0, 0.0, False
     stream.send({names[key]: value for key, value in values.items()} | {"STREAM": True}, MODEL)
     while not last:
         outputs, last = stream.next()
         if outputs:
             times.append(time.perf_counter() - started)
             tokens += len(outputs["TOKEN_IDS"])
-    return times, tokens
+            inside = outputs.get("TOTAL_MS", 0.0)
+    return Answer(times, tokens, inside)
 
 
-def measure(ask: Any, makers: list[Any], clients: int, requests: int, canvases: int, length: int) -> dict[str, float]:
-    """Throughput of ``clients`` clients, each with its own connection, and the time of a canvas for one alone."""
-    times, _ = ask(makers[0], request(0, canvases, length))  # whatever is slow the first time
-    alone = []
-    for number in range(3):
-        times, _ = ask(makers[0], request(number, canvases, length))
-        alone.append(times[-1] / len(times))
+def measure(
+    ask: Callable[[Any, dict[str, Any]], Answer],
+    ends: Sequence[Any],
+    requests: int,
+    canvases: int,
+    length: int,
+) -> dict[str, float]:
+    """Clients at once, each with its own of ``ends``, and one alone.
+
+    Returns:
+        tokens_per_second of all clients; for one alone, medians of canvas_ms, the time of a canvas, and outside_ms.
+    """
+    alone = [ask(ends[0], request(number, canvases, length)) for number in range(ALONE)]
+    work = [request(number, canvases, length) for number in range(requests)]
     started = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        work = [(makers[number % clients], request(number, canvases, length)) for number in range(requests)]
-        # A connection is used by one thread at a time: each client takes every clients-th request.
-        shares = [work[client::clients] for client in range(clients)]
-        answers = list(pool.map(lambda share: [ask(*item) for item in share], shares))
+    with ThreadPoolExecutor(len(ends)) as pool:
+        # A connection is used by one thread: each client takes every so many-th request.
+        shares = [(end, work[client :: len(ends)]) for client, end in enumerate(ends)]
+        answers = list(pool.map(lambda share: [ask(share[0], values) for values in share[1]], shares))
     seconds = time.perf_counter() - started
-    tokens = sum(count for share in answers for _, count in share)
-    return {"tokens_per_second": tokens / seconds, "canvas_ms": 1e3 * statistics.median(alone), "tokens": tokens}
+    return {
+        "tokens_per_second": sum(answer.tokens for share in answers for answer in share) / seconds,
+        "canvas_ms": statistics.median(1e3 * answer.times[-1] / len(answer.times) for answer in alone),
+        "outside_ms": statistics.median(answer.outside_ms for answer in alone),
+    }
 
 
 def serve_in_process(bundle: str, rows: int, threads: int, pipe: Connection, sizes: tuple[int, int, int, int]) -> None:
@@ -136,7 +170,7 @@ def serve_in_process(bundle: str, rows: int, threads: int, pipe: Connection, siz
     clients, requests, canvases, length = sizes
     pipe.send("ready")
     while pipe.recv() == "measure":
-        pipe.send(measure(ask_service, [service] * clients, clients, requests, canvases, length))
+        pipe.send(measure(ask_service, [service] * clients, requests, canvases, length))
     service.close()
 
 
@@ -204,7 +238,7 @@ def main(
             for _ in range(turns):
                 for name, side in sides.items():
                     found[name].append(side.measure())
-                found["triton"].append(measure(ask_triton, streams, clients, requests, canvases, length))
+                found["triton"].append(measure(ask_triton, streams, requests, canvases, length))
         finally:
             for stream in streams:
                 stream.close()
@@ -227,7 +261,8 @@ def main(
         "medians": medians,
         "batch_over_serial": direct["tokens_per_second"] / serial["tokens_per_second"],
         "throughput_lost_by_triton": 1 - triton["tokens_per_second"] / direct["tokens_per_second"],
-        "ms_per_canvas_added_by_triton": triton["canvas_ms"] - direct["canvas_ms"],
+        # What a stream's canvas waits for besides the service; the request's way there is in it too.
+        "ms_added_by_triton": triton["outside_ms"] - direct["outside_ms"],
         "turns": found,
     }
     print(json.dumps({key: value for key, value in summary.items() if key != "turns"}, indent=2))

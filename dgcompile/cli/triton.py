@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def command(
         print_json({"model": folder.name, "folder": str(folder)})
         return
     click.echo(f"wrote {printable(str(folder))}")
-    click.echo(f"start it with: tritonserver --model-repository={printable(str(output.resolve()))}")
+    click.echo(f"start it with: tritonserver --model-repository={printable(shlex.quote(str(output.resolve())))}")
 
 
 def _check(repository: Path, as_json: bool) -> None:

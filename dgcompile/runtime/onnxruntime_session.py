@@ -17,6 +17,9 @@ from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.kv_cache import Array, KVCache
 from dgcompile.runtime.session import Batch, HostBatch
 
+MAX_THREADS = 1024
+"""Of an engine call: far beyond any machine, onnxruntime takes minutes to start them all."""
+
 _ENCODER_FILE = GRAPH_FILES["encoder"]
 _DENOISER_FILE = GRAPH_FILES["denoiser"]
 _CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -44,8 +47,8 @@ class OnnxRuntimeSession:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, max_context: int, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise RequestError(f"the number of threads is {threads}", expected="at least 1")
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise RequestError(f"the number of threads is {threads}", expected=f"from 1 to {MAX_THREADS}")
         self._spec = spec
         self._max_context = max_context
         options = _session_options(threads)

@@ -19,6 +19,7 @@ delay", STOC 1998), which costs at most twice what a scheduler would pay that kn
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -42,6 +43,9 @@ CHEAP_TOKENS = 128
 
 QUEUE_CHECK_SECONDS = 0.05
 """Between two looks at whether waiting requests were cancelled. Rows are looked at before every step."""
+
+QUEUE_CHECK_REQUESTS = 16
+"""Waiting requests that one look asks, by turns: asking may cost a message to another process."""
 
 FAILURES_IN_A_ROW = 3
 """Failed engine calls after which the scheduler gives up: by then it is not the requests."""
@@ -114,6 +118,18 @@ class Counts:
     first_canvases: int = 0
 
 
+class _GivenUpError(Exception):
+    """The engine failed too often; not an EngineError, which ends rows only."""
+
+    def __init__(self, reason: EngineError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _known(error: Exception) -> DgcompileError:
+    return error if isinstance(error, DgcompileError) else EngineError(f"{type(error).__name__}: {error}")
+
+
 class Scheduler:
     """Runs many requests on one session. :meth:`run` belongs to one thread, the engine thread; the rest to any.
 
@@ -152,6 +168,7 @@ class Scheduler:
         self._waited = 0  # denoising steps that rows have waited for the encoder, since its last call
         self._failures = 0
         self._queue_checked = 0.0
+        self._queue_place = 0  # of the next request that is asked
 
         # What other threads touch, under the condition's lock.
         self._changed = threading.Condition()
@@ -193,13 +210,13 @@ class Scheduler:
             self._changed.notify_all()
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Has the engine thread call ``call`` before its next step.
+        """Has the engine thread call ``call`` before its next step, even if it has given up the engine.
 
         Raises:
-            EngineError: the scheduler is closed or has given up.
+            EngineError: the scheduler is closed.
         """
         with self._changed:
-            self._check_alive()
+            self._check_open()
             self._calls.append(call)
             self._changed.notify_all()
 
@@ -242,6 +259,9 @@ class Scheduler:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the service is closed")
 
@@ -254,14 +274,17 @@ class Scheduler:
             while self._wait_for_work():
                 self._step()
         except Exception as error:
-            _log.exception("the scheduler has failed")
-            end = error if isinstance(error, DgcompileError) else EngineError(f"{type(error).__name__}: {error}")
-            self._failure = end
+            _log.exception("the engine is given up")
+            self._failure = end = error.reason if isinstance(error, _GivenUpError) else _known(error)
+            self._end_all(end)
+            while self._wait_for_work():  # calls are still made, so that whoever asks can be told
+                pass
         finally:
+            self.close()
             self._end_all(end)
 
     def _wait_for_work(self) -> bool:
-        """Blocks until there is something to do, then makes the calls that were asked for. False: it is over."""
+        """Blocks until there is something to do, then makes the calls that were asked for. False: it is closed."""
         with self._changed:
             while not (self._closed or self._queue or self._jobs or self._calls):
                 self._changed.wait()
@@ -293,7 +316,9 @@ class Scheduler:
         if self._queue and now - self._queue_checked >= QUEUE_CHECK_SECONDS:
             self._queue_checked = now
             with self._changed:
-                waiting = list(self._queue)
+                first = self._queue_place % len(self._queue)
+                waiting = list(itertools.islice(self._queue, first, first + QUEUE_CHECK_REQUESTS))
+            self._queue_place = first + len(waiting)
             # Asked without the lock: it may take a while.
             gone = [job for job in waiting if self._is_cancelled(job)]
             with self._changed:
@@ -354,7 +379,6 @@ class Scheduler:
             batch.temperature[place], batch.uniform[place], batch.noise_ids[place] = row.next_step()
             batch.entropy_bound[place] = row.config.entropy_bound
         self._session.denoise(batch, 0, self._running - 1)
-        self._failures = 0
         self.counts.steps += 1
         self.counts.row_steps += len(rows)
         self._waited += len(self._jobs) - len(rows)
@@ -362,15 +386,21 @@ class Scheduler:
 
         mean_entropy = batch.entropy[: len(rows)].mean(axis=1).tolist()
         argmax_ids = batch.argmax_ids[: len(rows)].copy()  # places change below
+        failed: list[EngineError] = []
         # From the last place on: a row that leaves changes places with one that was already looked at.
         for place in reversed(range(len(rows))):
             try:
                 done = rows[place].take_step(argmax_ids[place], mean_entropy[place]) or not rows[place].steps_left
             except EngineError as error:
                 self._fail(self._retire(place, wipe=True), error)
+                failed.append(error)
                 continue
             if done:
                 self._end_canvas(place)
+        if len(failed) == len(rows):
+            self._count_failure(failed[0])
+        else:
+            self._failures = 0
 
     def _end_canvas(self, place: int) -> None:
         job = self._jobs[place]
@@ -425,15 +455,19 @@ class Scheduler:
         jobs, self._jobs, self._running, self._waited = self._jobs, [], 0, 0
         for job in jobs:
             self._fail(job, error)
-        self._failures += 1
-        if self._failures >= FAILURES_IN_A_ROW:
-            raise error
+        self._count_failure(error)
         for row in range(self.rows):
             self._batch.cache.clear_row(row, wipe=True)
 
+    def _count_failure(self, error: EngineError) -> None:
+        """A call from which no row got anything."""
+        self._failures += 1
+        if self._failures >= FAILURES_IN_A_ROW:
+            raise _GivenUpError(error)
+
     def _end_all(self, error: DgcompileError) -> None:
+        """Ends every request, and makes the calls that are left."""
         with self._changed:
-            self._closed = True
             jobs, calls = [*self._jobs, *self._queue], list(self._calls)
             self._queue.clear()
             self._calls.clear()
@@ -445,8 +479,7 @@ class Scheduler:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self.counts.failed += 1
-        known = error if isinstance(error, DgcompileError) else EngineError(f"{type(error).__name__}: {error}")
-        self._tell(job, lambda listener: listener.on_error(known))
+        self._tell(job, lambda listener: listener.on_error(_known(error)))
 
     def _end_cancelled(self, job: Job) -> None:
         self.counts.cancelled += 1

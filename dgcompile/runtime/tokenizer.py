@@ -53,6 +53,11 @@ class Tokenizer:
         """Text of ``token_ids``; ids that the file does not know give nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text that has more than n times as many has more than n tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
     def token(self, token_id: int | None) -> str | None:
         """Spelling of one token, if there is such a token."""
         return None if token_id is None else self._tokenizer.id_to_token(token_id)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from dgcompile.config_file import validation_error
 from dgcompile.errors import RequestError
@@ -33,6 +33,14 @@ SOURCES = ("text", "messages", "prompt", "input_ids")
 """The fields that a prompt may be given in; each request has exactly one."""
 
 StopString = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=MAX_STOP_LENGTH)]
+
+
+def _list_of_strings(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a list of strings")
+    return value
+
+
 Text = Annotated[str, StringConstraints(strict=True)]
 
 
@@ -64,7 +72,7 @@ class GenerateRequest(BaseModel):
     t_max: Annotated[Number, Field(ge=MIN_T_MAX, le=LARGEST)] | None = None
     entropy_bound: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None
     seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] | None = None
-    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS)] = ()
+    stop: Annotated[tuple[StopString, ...], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_list_of_strings)] = ()
 
     @model_validator(mode="after")
     def _check_source(self) -> GenerateRequest:
@@ -97,6 +105,21 @@ class GenerateRequest(BaseModel):
         """
         names = ("max_new_tokens", "max_denoising_steps", "t_min", "t_max", "entropy_bound")
         return defaults.replace(**{name: value for name in names if (value := getattr(self, name)) is not None})
+
+    @property
+    def characters(self) -> int:
+        """Characters of the prompt, before the chat template: all strings in it."""
+        count = 0
+        left: list[Any] = [self.text, self.prompt, self.messages]
+        while left:
+            value = left.pop()
+            if isinstance(value, str):
+                count += len(value)
+            elif isinstance(value, list):
+                left += value
+            elif isinstance(value, dict):
+                left += value.values()
+        return count
 
     def token_ids(self, pipeline: Pipeline) -> list[int]:
         """The prompt's token ids.

@@ -127,6 +127,8 @@ class Service:
         progress: Progress | None = None,
     ) -> None:
         self._pipeline = pipeline
+        tokenizer = pipeline.tokenizer
+        self._max_characters = 0 if tokenizer is None else pipeline.session.max_context * tokenizer.longest_token
         if rows is None:
             rows = pipeline.session.max_batch or DEFAULT_ROWS
         self._scheduler = Scheduler(pipeline.session, rows=rows, queue_limit=queue_limit)
@@ -176,6 +178,7 @@ class Service:
         try:
             seed = new_seed() if request.seed is None else request.seed
             answer = _Answer(self._pipeline.tokenizer, request.stop, seed, listener)
+            self._check_characters(request)
             session = self._pipeline.session
             config = request.generation(self._pipeline.bundle.generation)
             row = Row(session.spec, session.max_context, request.token_ids(self._pipeline), config, seed)
@@ -183,6 +186,15 @@ class Service:
         except (RequestError, OverloadedError):
             self._scheduler.count_refused()
             raise
+
+    def _check_characters(self, request: GenerateRequest) -> None:
+        """Refuses what cannot fit before it is tokenized: that takes seconds for a few megabytes."""
+        if request.characters > self._max_characters > 0:
+            raise RequestError(
+                f"the prompt has {request.characters} characters",
+                expected=f"at most {self._max_characters}: more do not fit the bundle's max_context",
+                fix="shorten the prompt, or build the bundle with a larger --max-context",
+            )
 
     def count_refused(self) -> None:
         """Counts a request that a front refused before it became a :class:`GenerateRequest`."""

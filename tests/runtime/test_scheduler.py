@@ -308,10 +308,17 @@ def test_a_failed_call_ends_its_rows_and_no_others(toy_session: OnnxRuntimeSessi
 def test_an_engine_that_fails_again_and_again_is_given_up(toy_session: OnnxRuntimeSession) -> None:
     requests = [Request([1 + index]) for index in range(FAILURES_IN_A_ROW + 2)]
     session = FailingSession(toy_session, [(0, request) for request in requests], set(range(1, 100)))
+    told: list[str] = []
+    # The calls that are asked for are made all the same.
+    requests[-1].on_error = lambda error: (  # type: ignore[method-assign]
+        session.scheduler.call_soon(lambda: told.append("given up")),  # type: ignore[union-attr]
+        requests[-1]._end(error),
+    )
     scheduler = run(session, rows=1)
     assert all(isinstance(request.ends[0], EngineError) for request in requests)
     assert len(session.steps) == FAILURES_IN_A_ROW
     assert scheduler.failure is requests[-1].ends[0]
+    assert told == ["given up"]
     with pytest.raises(EngineError, match="step 3 failed"):
         Request([1]).submit(scheduler, toy_session)
 
@@ -329,6 +336,41 @@ def test_a_row_that_gives_no_number_fails_alone(toy_session: OnnxRuntimeSession,
     others = [request for request in requests if request not in failed]
     assert [request.answer for request in others] == [expected(r.prompt, CONFIG, r.seed) for r in others]
     assert scheduler.counts.failed == 1
+
+
+def test_an_engine_that_gives_no_numbers_at_all_is_given_up(toy_session: OnnxRuntimeSession) -> None:
+    """As one with broken weights does: nobody gets anything from it."""
+
+    class Nothing(ArrivalSession):
+        def denoise(self, batch: Batch, first: int, last: int) -> None:
+            super().denoise(batch, first, last)
+            batch.entropy.fill(np.nan)
+
+    requests = [Request([1 + index]) for index in range(2 * FAILURES_IN_A_ROW + 1)]
+    session = Nothing(toy_session, [(0, request) for request in requests])
+    scheduler = run(session, rows=2)
+    assert all("entropy is nan" in str(request.ends[0]) for request in requests)
+    assert len(session.steps) == FAILURES_IN_A_ROW
+    assert scheduler.failure is not None
+
+
+def test_waiting_requests_are_asked_by_turns(toy_session: OnnxRuntimeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long queue must not take the engine's time, and none of it is forgotten."""
+    monkeypatch.setattr("dgcompile.runtime.scheduler.QUEUE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("dgcompile.runtime.scheduler.QUEUE_CHECK_REQUESTS", 2)
+    config = CONFIG.replace(max_new_tokens=CANVAS, stability_threshold=None)
+    waiting = [Request([2], config) for _ in range(5)]
+    running = Request([1], config)
+    session = ArrivalSession(toy_session, [(0, request) for request in (running, *waiting)])
+    asked: list[int] = []
+
+    def note() -> bool:
+        asked[:] = [request.asked for request in waiting]
+        return False
+
+    running.is_cancelled = note  # type: ignore[method-assign]
+    run(session, rows=1)
+    assert 9 <= sum(asked) <= 2 * 9 and max(asked) - min(asked) <= 1
 
 
 @pytest.mark.parametrize("method", ["is_cancelled", "on_canvas", "on_finish"])

@@ -43,7 +43,7 @@ JSON = st.recursive(
         ({"text": "a", "stop": [""]}, "stop.0 is ''"),
         ({"text": "a", "stop": ["x" * (MAX_STOP_LENGTH + 1)]}, "stop.0 is 'xxx"),
         ({"text": "a", "stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "stop is "),
-        ({"text": "a", "stop": "x"}, "stop is 'x'"),
+        ({"text": "a", "stop": "x"}, "stop is 'x': expected a list of strings"),
         ({"text": "a", "logprobs": 3}, "unknown key 'logprobs'"),
         ({"text": "a", "\x1b[31m": 3}, r"""unknown key "'\\x1b[31m'" """.strip()),
     ],

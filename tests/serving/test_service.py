@@ -179,13 +179,16 @@ def test_what_cannot_be_served_is_refused_and_counted(service: Service) -> None:
     before = service.statistics().refused
     for values, message in (
         ({"text": PUZZLES[0], "max_new_tokens": 10**9}, "the bundle's max_context"),
+        ({"text": "1 " * 400_000}, r"the prompt has 800000 characters; expected at most \d+: more do not fit"),
+        ({"messages": [{"role": "user", "content": [{"text": "1" * 10**6}]}]}, "the prompt has 1000004 characters"),
+        ({"prompt": "1" * 10**6}, "the prompt has 1000000 characters"),
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [10**9]}, "the prompt has 1000000000 at position 0"),
         ({"text": PUZZLES[0], "t_max": 0.1, "t_min": 0.2}, "t_max must be the larger"),
     ):
         with pytest.raises(RequestError, match=message):
             ask(service, **values)
-    assert service.statistics().refused == before + 4
+    assert service.statistics().refused == before + 7
 
 
 def test_a_full_queue_refuses_until_a_row_is_free(example_bundle: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dgcompile.config_file import parse_json
 from dgcompile.errors import RequestError
+from dgcompile.generation_config import GenerationConfig
 from dgcompile.serving.bulk.lines import MAX_LINE_BYTES, Line
 from dgcompile.serving.request import GenerateRequest
 from dgcompile.serving.service import Completion
@@ -35,6 +36,19 @@ class BulkOptions:
     seed: int = 0
     token_ids: bool = False
     ordered: bool = True
+
+    def check(self, lines: int, defaults: GenerationConfig) -> None:
+        """Refuses what no line could be answered with.
+
+        Args:
+            lines: number of the last line.
+            defaults: the checkpoint's options.
+
+        Raises:
+            RequestError: names the option.
+        """
+        values = {**self.defaults, "prompt": "", "seed": self.seed + lines}
+        GenerateRequest.from_values(values, "the options").generation(defaults)
 
 
 def parse_line(line: Line) -> tuple[LineId, dict[str, Any]]:

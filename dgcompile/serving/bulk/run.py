@@ -105,7 +105,7 @@ def run_bulk(
             return _clean_up(files, contents, options)
         with closing(open_service()) as service:
             # Before anything is written: wrong for every line that says nothing else.
-            service.pipeline.bundle.generation.replace(**options.defaults)
+            options.check(contents.last, service.pipeline.bundle.generation)
             if found == "new":
                 files.begin(state)
             return _answer(service, files, source, contents, options, progress)

@@ -12,17 +12,9 @@ from dgcompile.errors import DgcompileError, OverloadedError, RequestError
 from dgcompile.serving.service import Completion, Delta
 from dgcompile.serving.triton.backend import ResponseSender, pb_utils, tensor
 
-CANCEL_CHECK_SECONDS = 0.002
-"""Between two questions to Triton whether a request was cancelled, times the requests that are open. One question took
-30 to 70 us (a message to the server's process and back, Triton 2.51 on a 2-core AMD EPYC): so all of them together take
-about 2.5 % of the engine thread's time at most, and 8 rows are asked every 16 ms."""
-
-
-class OpenAnswers:
-    """How many answers are open: more open ones are asked less often."""
-
-    def __init__(self) -> None:
-        self.count = 0
+CANCEL_CHECK_SECONDS = 0.016
+"""Between two questions to Triton whether a request was cancelled. One took 30 to 70 us (a message to the server's
+process and back, Triton 2.51 on a 2-core AMD EPYC): 8 rows take some 2.5 % of the engine thread's time at most."""
 
 
 class Answer:
@@ -32,7 +24,6 @@ class Answer:
         sender: Triton's, for the request.
         stream: a response for each canvas, or one for all.
         call_soon: has the engine thread call something before its next step.
-        open_answers: shared by all answers of a model; touched on the engine thread alone.
     """
 
     def __init__(
@@ -41,25 +32,19 @@ class Answer:
         *,
         stream: bool,
         call_soon: Callable[[Callable[[], None]], None],
-        open_answers: OpenAnswers,
     ) -> None:
         self._sender = sender
         self._stream = stream
         self._call_soon = call_soon
-        self._open = open_answers
-        self._counted = False
         self._next_check = 0.0
         self._delta: Delta | None = None
 
     def is_cancelled(self) -> bool:
         """Whether the client is gone: it closed its stream or its connection, or its deadline passed."""
-        if not self._counted:
-            self._counted = True
-            self._open.count += 1
         now = time.monotonic()
         if now < self._next_check:
             return False
-        self._next_check = now + self._open.count * CANCEL_CHECK_SECONDS
+        self._next_check = now + CANCEL_CHECK_SECONDS
         return self._sender.is_cancelled()
 
     def on_delta(self, delta: Delta) -> None:
@@ -90,8 +75,6 @@ class Answer:
         self._end(error=_triton_error(error))
 
     def _end(self, tensors: Sequence[Any] = (), error: Any = None) -> None:
-        if self._counted:
-            self._open.count -= 1
         self._delta = None
         response = pb_utils().InferenceResponse(list(tensors), **({"error": error} if error is not None else {}))
         # With the response and not after it: a /generate that gets two is an error.

@@ -85,7 +85,7 @@ def _mentions_us(folder: Path) -> bool:
         return True
     for file in (folder / CONFIG_FILE, *folder.glob(f"*/{MODEL_FILE}")):
         try:
-            if b"dgcompile" in file.read_bytes():
+            if file.is_file() and b"dgcompile" in file.read_bytes():
                 return True
         except OSError:
             continue
@@ -119,10 +119,10 @@ def _parse(file: Path) -> Any:
             f"the package {error.name!r} is not installed",
             fix="install it with: pip install 'dgcompile[triton-server]'",
         ) from error
+    if not file.is_file():  # a pipe would be waited for
+        raise RequestError("is no file" if file.exists() else "missing")
     try:
         text = file.read_bytes().decode()
-    except FileNotFoundError as error:
-        raise RequestError("missing") from error
     except OSError as error:
         raise RequestError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -142,6 +142,8 @@ def _check_versions(folder: Path) -> Iterator[Problem]:
             yield Problem(str(path), "a folder that is no version", "name it by a number from 1 on, or move it away")
         elif not (path / MODEL_FILE).is_file():
             yield Problem(str(path / MODEL_FILE), "missing: Triton would wait for it for ever", "write the model again")
+        elif "TritonPythonModel" not in (path / MODEL_FILE).read_text(errors="replace"):
+            yield Problem(str(path / MODEL_FILE), "has no TritonPythonModel", "write the model again with --overwrite")
     if not numeric:
         yield Problem(str(folder / "1"), "no version of the model", "write the model again with --overwrite")
 
@@ -157,6 +159,16 @@ def _check_config(config: Any, folder: Path, notes: list[str], progress: Progres
     scheduling = config.WhichOneof("scheduling_choice")
     if scheduling is not None:
         yield f"{scheduling} is set", "remove it; the model batches by itself"
+    if config.runtime:
+        yield f"runtime is {config.runtime!r}", "remove it; the backend says enough"
+    if config.response_cache.enable:
+        yield "the response cache is on, which no decoupled model can use", "remove response_cache"
+    versions = set(config.version_policy.specific.versions)
+    if versions and not any((folder / str(version)).is_dir() for version in versions):
+        yield f"version_policy names only versions that are not there: {sorted(versions)}", "remove it"
+    for warmup in config.model_warmup:
+        if not warmup.inputs:
+            yield f"model_warmup {warmup.name!r} has no inputs", "remove it; the model warms itself up"
     if config.default_model_filename not in ("", MODEL_FILE):
         yield f"default_model_filename is {config.default_model_filename!r}", "remove it"
     if not config.model_transaction_policy.decoupled:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dgcompile.errors import BundleError, DgcompileError, EngineError, RequestError
 from dgcompile.serving.service import DEFAULT_QUEUE_LIMIT, Service
-from dgcompile.serving.triton.answer import Answer, OpenAnswers
+from dgcompile.serving.triton.answer import Answer
 from dgcompile.serving.triton.backend import InferenceRequest, pb_utils
 from dgcompile.serving.triton.inputs import in_tritons_words, read_request
 from dgcompile.serving.triton.metrics import TritonMetrics
@@ -43,7 +43,6 @@ class TritonPythonModel:
             )
         except DgcompileError as error:
             raise pb_utils().TritonModelException(_for_operators(error)) from error
-        self._open_answers = OpenAnswers()
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._metrics = TritonMetrics(self._service, labels)
 
@@ -94,7 +93,7 @@ class TritonPythonModel:
         return None
 
     def _answer(self, sender: Any, *, stream: bool) -> Answer:
-        return Answer(sender, stream=stream, call_soon=self._service.call_soon, open_answers=self._open_answers)
+        return Answer(sender, stream=stream, call_soon=self._service.call_soon)
 
 
 def _for_operators(error: DgcompileError) -> str:

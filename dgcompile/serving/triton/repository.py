@@ -134,6 +134,8 @@ def write_model(
 def is_ours(config: Path) -> bool:
     """Whether a config.pbtxt was written here."""
     try:
+        if not config.is_file():  # a pipe would be waited for
+            return False
         with config.open("rb") as file:
             return MARK.encode() in file.readline(200)
     except OSError:

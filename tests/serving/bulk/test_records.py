@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgcompile.errors import RequestError
+from dgcompile.generation_config import GenerationConfig
 from dgcompile.serving.bulk.lines import Line
 from dgcompile.serving.bulk.records import (
     BulkOptions,
@@ -34,7 +35,7 @@ COMPLETION = Completion('Ä\n\u2028"', [5, 6, 1], "eos", 42, Usage(7, 3, 9, 1.5,
         (b"{", "not JSON"),
         (b"[1]", "holds a list"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "not usable"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "thousands of digits"),
         (b'{"text": "a", "text": "b"}', "'text' occurs twice"),
         (b'{"id": true}', "id is a bool"),
         (b'{"id": 1.5}', "id is a float"),
@@ -153,3 +154,18 @@ def test_an_ordered_file_ends_where_the_order_does(tmp_path: Path) -> None:
     assert read_written(tmp_path / "out", LineSet(2), ascending=True).records == 1
     assert read_written(tmp_path / "out", LineSet(2), ascending=False).records == 2
     assert read_written(tmp_path / "none", LineSet(2), ascending=True) == Written()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (BulkOptions(defaults={"max_denoising_steps": 100_000}), "max_denoising_steps is 100000"),
+        (BulkOptions(defaults={"t_max": 1e-9}), "t_max is 1e-09"),
+        (BulkOptions(defaults={"t_min": 0.9}), "t_max must be the larger"),
+        (BulkOptions(seed=2**64 - 5), "seed is 18446744073709551621"),
+    ],
+)
+def test_options_that_no_line_could_be_answered_with_are_refused(options: BulkOptions, said: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        options.check(10, GenerationConfig())
+    assert said in str(raised.value)

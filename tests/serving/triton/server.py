@@ -142,9 +142,13 @@ class TritonServer:
             http, grpc, metrics = _free_ports(3)
             self.http, self.grpc, self.metrics = f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}"
             self._start(installation, repository, options)
-            if self._wait_until_ready():
-                return
-            self.stop()
+            try:
+                if self._wait_until_ready():
+                    return
+            except BaseException:
+                self.clear()
+                raise
+            self.clear()
             # Somebody else may have taken a port since it was found free. Anything else is an error.
             if not re.search(r"[Aa]ddress already in use|Socket '.*' already in use", self.log_text()):
                 break
@@ -174,6 +178,7 @@ class TritonServer:
                     *options,
                 ],
                 env=environment,
+                cwd=ROOT,  # the python backend does not pass PYTHONPATH on; its working folder is where it imports from
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -224,6 +229,12 @@ class TritonServer:
         """Its files in /dev/shm."""
         return sorted(path.name for path in Path("/dev/shm").iterdir() if self.shm_prefix in path.name)
 
+    def clear(self) -> None:
+        """Stops the server and removes what it left, as one that had to be killed does."""
+        self.stop()
+        for name in self.shm_files():
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+
     def stop(self) -> int:
         """Asks the server to end, waits, and kills what is left; returns its exit code."""
         processes = self.processes() if self.alive else [self._process]
@@ -257,9 +268,7 @@ def running(
         print(server.log_text())
         raise
     finally:
-        server.stop()
-        for name in server.shm_files():  # of a server that had to be killed
-            (Path("/dev/shm") / name).unlink()
+        server.clear()
 
 
 def _free_ports(count: int) -> list[int]:

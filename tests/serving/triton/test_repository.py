@@ -155,6 +155,18 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     "a parameter that is no number": ('string_value: "4"', 'string_value: "four"', "rows is 'four'"),
     "no bundle": ('key: "bundle"', 'key: "EXECUTION_ENV_PATH"', "bundle is missing"),
     "a bundle that is not there": ('string_value: "/', 'string_value: "/nowhere/', "there is no such folder"),
+    "another runtime": ("max_batch_size: 0", 'max_batch_size: 0\nruntime: "foo"', "runtime is 'foo'"),
+    "a response cache": ("max_batch_size: 0", "max_batch_size: 0\nresponse_cache { enable: true }", "response cache"),
+    "no such version": (
+        "max_batch_size: 0",
+        "max_batch_size: 0\nversion_policy { specific { versions: [3] } }",
+        "versions that are not there: [3]",
+    ),
+    "an empty warm-up": (
+        "max_batch_size: 0",
+        'max_batch_size: 0\nmodel_warmup { name: "w" batch_size: 0 }',
+        "model_warmup 'w' has no inputs",
+    ),
     "another file": (
         "max_batch_size: 0",
         'max_batch_size: 0\ndefault_model_filename: "m.py"',
@@ -181,6 +193,11 @@ def test_the_check_sees_files_that_are_missing_or_misplaced(bundle: Path, tmp_pa
     (found,) = check_repository(tmp_path).problems
     assert found.file == str(folder / "1" / "model.py") and "for ever" in found.found
 
+    (folder / "1" / "model.py").write_text("# dgcompile\n")
+    (found,) = check_repository(tmp_path).problems
+    assert "has no TritonPythonModel" in found.found
+    (folder / "1" / "model.py").unlink()
+
     (folder / "1").rename(folder / "v1")
     assert [problem.file for problem in check_repository(tmp_path).problems] == [str(folder / "v1"), str(folder / "1")]
 
@@ -193,6 +210,10 @@ def test_the_check_sees_files_that_are_missing_or_misplaced(bundle: Path, tmp_pa
     (folder / "config.pbtxt").unlink()
     (found,) = check_repository(tmp_path).problems
     assert (found.file, found.found) == (str(folder / "config.pbtxt"), "missing")
+    os.mkfifo(folder / "config.pbtxt")
+    (found,) = check_repository(tmp_path).problems
+    assert (found.file, found.found) == (str(folder / "config.pbtxt"), "is no file")
+    (folder / "config.pbtxt").unlink()
 
     problems = check_repository(folder).problems  # one folder too deep
     assert any("no model of dgcompile" in problem.found for problem in problems)
