@@ -209,11 +209,17 @@ def append_to(path: Path, written: Written) -> Iterator[RecordFile]:
     """A file of records, cut to the part that can be relied on, for appending. On the disk when the block ends well.
 
     Raises:
-        OSError: as the file system reports it; the file then holds whole records and perhaps a torn last one.
+        DgcompileError: the file cannot be written, for want of room for instance. It then holds whole records, and
+            perhaps a torn last one.
     """
     file = RecordFile(path, written)
     try:
         yield file
         file.sync()
+    except OSError as error:
+        raise DgcompileError(
+            f"{error.filename or path}: {error.strerror}",
+            fix="make room, then run the same command again: it goes on after the lines that are done",
+        ) from error
     finally:
         file.close()

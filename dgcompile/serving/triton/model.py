@@ -50,7 +50,7 @@ class TritonPythonModel:
         """Validates requests and queues them; each is answered later.
 
         Raises:
-            TritonModelException: the engine has given up. Triton then refuses the request itself: there is no engine
+            TritonModelException: the service is closed. Triton then refuses the request itself: there is no engine
                 thread any more that could.
         """
         for request in requests:
@@ -63,20 +63,19 @@ class TritonPythonModel:
 
     def _take(self, request: InferenceRequest) -> None:
         sender = request.get_response_sender()
+        error = self._submit(request, sender)
+        if error is None:
+            return
+        answer = self._answer(sender, stream=False)
         try:
-            error = self._submit(request, sender)
-            if error is not None:
-                answer = self._answer(sender, stream=False)
-                self._service.call_soon(lambda: answer.on_error(error))
-        except EngineError as failure:
-            raise pb_utils().TritonModelException(str(failure)) from failure
+            self._service.call_soon(lambda: answer.on_error(error))
+        except EngineError as closed:
+            raise pb_utils().TritonModelException(str(closed)) from closed
 
     def _submit(self, request: InferenceRequest, sender: Any) -> DgcompileError | None:
-        """Queues a request, or says why not.
-
-        Raises:
-            EngineError: the engine has given up.
-        """
+        """Queues a request, or says why not."""
+        if self._service.failure is not None:
+            return self._service.failure  # first, so that an empty request tells whether the engine lives
         try:
             incoming = read_request(request, self._service.pipeline.session.max_context)
         except RequestError as error:
@@ -86,8 +85,6 @@ class TritonPythonModel:
             self._service.submit(incoming.request, self._answer(sender, stream=incoming.stream))
         except RequestError as error:
             return in_tritons_words(error)
-        except EngineError:
-            raise
         except DgcompileError as error:
             return error
         return None
