@@ -34,7 +34,7 @@ PROBLEMS_FOUND = 2
 @click.option("--queue-limit", type=int, help="Requests that may wait for a row.  [default: 256]")
 @click.option("--threads", type=int, help="Threads of the engine, on the CPU.  [default: its own choice]")
 @click.option("--bundle-path", metavar="PATH", help="Where the server finds the bundle, if not where it lies now.")
-@click.option("--copy", is_flag=True, help="Put the bundle into the repository, by hard links where possible.")
+@click.option("--copy", is_flag=True, help="Put a copy of the bundle into the repository.")
 @click.option("--overwrite", is_flag=True, help="Replace the model, if dgcompile wrote it.")
 @click.option("--check", type=FOLDER, metavar="REPOSITORY", help="Check a repository instead of writing one.")
 @json_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dgcompile.errors import RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.progress import Advance, Progress
 from dgcompile.runtime.pipeline import Pipeline
+from dgcompile.runtime.row import Row
 from dgcompile.runtime.session import Batch
 from dgcompile.verify import VerifyReport, read_prompts, verify
 from dgcompile.verify.pairs import GuidedRun, run_bundle
@@ -86,12 +87,15 @@ def test_one_weight_that_is_a_little_wrong_fails(
 
 
 def test_a_loop_that_stops_late_fails(bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop._has_converged
+    original = Row.take_step
 
-    def one_step_late(repeats: int, mean_entropy: float, config: GenerationConfig) -> bool:
-        return original(repeats - 1, mean_entropy, config)
+    def one_step_late(row: Row, argmax_ids: Any, mean_entropy: float) -> bool:
+        original(row, argmax_ids, mean_entropy)
+        stability, confidence = row.config.stability_threshold, row.config.confidence_threshold
+        assert stability is not None and confidence is not None
+        return row._repeats - 1 >= stability and mean_entropy < confidence
 
-    monkeypatch.setattr(loop, "_has_converged", one_step_late)
+    monkeypatch.setattr(Row, "take_step", one_step_late)
     config = GenerationConfig(max_new_tokens=16, max_denoising_steps=30, confidence_threshold=0.02)
     report = verify(bundle, checkpoint, prompts=PROMPTS[1:], seeds=range(3), config=config, threads=1)
     assert not report.ok
@@ -102,15 +106,21 @@ def test_a_loop_that_stops_late_fails(bundle: Path, checkpoint: Path, monkeypatc
     assert report.errors.largest < report.error_bound
 
 
+def warmer(original: Callable[[Row], Any], factor: float) -> Callable[[Row], Any]:
+    """A row whose first step is hotter by a factor."""
+
+    def next_step(row: Row) -> Any:
+        config = row.config.replace(t_max=row.config.t_max * factor)
+        steps_left = config.max_denoising_steps - row.steps_per_canvas[-1]
+        return config.temperature(steps_left), *original(row)[1:]
+
+    return next_step
+
+
 def test_a_loop_with_another_temperature_fails_although_the_engines_are_right(
     bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop._denoise_canvas
-
-    def warmer(session: Any, batch: Any, rows: Any, config: GenerationConfig, *rest: Any) -> Any:
-        return original(session, batch, rows, config.replace(t_max=config.t_max * 1.05), *rest)
-
-    monkeypatch.setattr(loop, "_denoise_canvas", warmer)
+    monkeypatch.setattr(Row, "next_step", warmer(Row.next_step, 1.05))
     report = verify(bundle, checkpoint, prompts=PROMPTS[1:], seeds=range(2), threads=1)
     assert not report.ok and report.failures > 0
     assert report.errors.largest < report.error_bound
@@ -130,12 +140,7 @@ def test_runs_that_rounding_parts_are_told_from_wrong_ones(
     drifted = [pair.first_difference for pair in report.pairs if pair.first_difference is not None]
     assert all(difference.drift is not None and difference.drift > 1e-5 for difference in drifted)
 
-    original = loop._denoise_canvas
-
-    def warmer(session: Any, batch: Any, rows: Any, config: GenerationConfig, *rest: Any) -> Any:
-        return original(session, batch, rows, config.replace(t_max=config.t_max * 1.005), *rest)
-
-    monkeypatch.setattr(loop, "_denoise_canvas", warmer)
+    monkeypatch.setattr(Row, "next_step", warmer(Row.next_step, 1.005))
     report = verify(bundle, checkpoint, prompts=PROMPTS[1:], seeds=range(3), config=HOT, threads=1)
     assert not report.ok and report.failures == 3
 
@@ -191,13 +196,14 @@ def test_a_guided_run_sees_any_step_that_was_decided_otherwise(bundle: Path, che
 
 
 def test_lost_tokens_fail(bundle: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop._take_canvas
+    original = Row.take_canvas
 
-    def forgetful(row: Any, canvas_ids: list[int], config: GenerationConfig) -> None:
-        original(row, canvas_ids, config)
+    def forgetful(row: Row) -> list[int]:
+        part = original(row)
         row.token_ids[-1] = 0
+        return part
 
-    monkeypatch.setattr(loop, "_take_canvas", forgetful)
+    monkeypatch.setattr(Row, "take_canvas", forgetful)
     report = verify(bundle, checkpoint, prompts=PROMPTS[1:], max_new_tokens=16, threads=1)
     (pair,) = report.pairs
     assert not report.ok and not pair.exact

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from importlib import resources
@@ -75,7 +74,7 @@ def write_model(
         name: what clients call the model.
         rows, queue_limit, threads: as :meth:`dgcompile.serving.service.Service.open` takes them; None for its defaults.
         bundle_path_there: the bundle's absolute path as the server sees it, where that is another one.
-        copy: put the bundle into the model's folder, by hard links where the file system allows.
+        copy: put a copy of the bundle into the model's folder.
         overwrite: replace a model of that name that was written by this function.
         progress: told how far checking and copying got.
 
@@ -167,17 +166,14 @@ def _check_free(final: Path, overwrite: bool) -> None:
 
 
 def _copy_bundle(bundle: Bundle, folder: Path, progress: Progress) -> None:
-    """Links the bundle's files, or copies them where links do not reach."""
+    """Copies the bundle's files. Hard links would not do: ONNX's checker refuses weights that have a second name."""
     files = {MANIFEST_FILE: (bundle.path / MANIFEST_FILE).stat().st_size}
     files |= {name: record.size for name, record in bundle.manifest.files.items()}
     with progress.task("copy the bundle", sum(files.values()), "bytes") as advance:
         for name, size in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(bundle.path / name, target)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(bundle.path / name, target)
+            shutil.copyfile(bundle.path / name, target)
             advance(size)
 
 

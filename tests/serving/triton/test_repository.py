@@ -33,29 +33,17 @@ def test_what_is_written_is_right_in_the_eyes_of_the_check(bundle: Path, tmp_pat
         assert f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}' in config
 
 
-def test_a_copy_is_whole_and_shares_the_files(bundle: Path, tmp_path: Path) -> None:
+def test_a_copy_is_whole(bundle: Path, tmp_path: Path) -> None:
     folder = write_model(bundle, tmp_path, copy=True)
     copied = folder / "1" / "bundle"
     assert Bundle.open(copied).manifest == Bundle.open(bundle).manifest
-    assert (copied / "weights.safetensors").samefile(bundle / "weights.safetensors")
+    assert (bundle / "weights.safetensors").stat().st_nlink == 1  # ONNX's checker refuses a file with two names
     assert check_repository(tmp_path).problems == []
     # The repository is moved as a whole.
     moved = tmp_path.parent / "moved_repository"
     tmp_path.rename(moved)
     assert check_repository(moved).problems == []
     moved.rename(tmp_path)
-
-
-def test_where_links_do_not_reach_the_bundle_is_copied(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
-    copied = write_model(bundle, tmp_path, copy=True) / "1" / "bundle"
-    assert Bundle.open(copied).manifest == Bundle.open(bundle).manifest
-    assert not (copied / "weights.safetensors").samefile(bundle / "weights.safetensors")
 
 
 def test_a_full_disk_leaves_the_old_model_and_nothing_else(
@@ -67,7 +55,6 @@ def test_a_full_disk_leaves_the_old_model_and_nothing_else(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(shutil, "copyfile", refuse)
     with pytest.raises(OSError, match="No space left"):
         write_model(bundle, tmp_path, copy=True, overwrite=True)
