@@ -404,7 +404,7 @@ def test_an_input_without_lines_gives_an_output_without_lines(pipeline: Pipeline
 
 def test_what_is_wrong_for_all_lines_is_said_before_anything_is_written(pipeline: Pipeline, tmp_path: Path) -> None:
     for defaults in ({"max_new_tokens": 0}, {"t_min": 3.0}):
-        with pytest.raises(RequestError, match="options: (max_new_tokens is 0|t_max is 0.8)"):
+        with pytest.raises(RequestError, match=r"options: (max_new_tokens is 0|t_max is 0\.8)"):
             batch(pipeline, tmp_path, b"{}", BulkOptions(defaults))
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     with pytest.raises(BundleError):
