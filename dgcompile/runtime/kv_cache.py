@@ -99,13 +99,7 @@ class KVCache:
             used[other] = kept
 
     def clear_row(self, row: int, *, wipe: bool = False) -> None:
-        """Empties a row for another prompt.
-
-        Args:
-            row: which.
-            wipe: also zeroes its slots. Needed only where they may hold what is not finite: unused slots get weight 0
-                in attention, and 0 x NaN is NaN.
-        """
+        """Empties a row for another prompt; see :meth:`dgcompile.runtime.session.Cache.clear_row`."""
         self.past_length[row] = 0
         if wipe:
             for array in (*self.keys, *self.values):

@@ -103,7 +103,17 @@ class Job:
 
 @dataclass
 class Counts:
-    """What a scheduler has counted since it started; :class:`dgcompile.serving.statistics.Statistics` explains them."""
+    """What a scheduler has counted since it started.
+
+    Attributes:
+        finished, failed, cancelled, refused: requests by how they ended; refused ones never got into the queue.
+        steps: denoising steps, each of one or more rows.
+        row_steps: rows of all those steps together.
+        encoder_calls: encoder calls.
+        prompt_tokens, output_tokens: tokens read and generated, without those of cancelled requests' last canvas.
+        first_canvas_seconds: sum over requests of the time from submission to the first canvas.
+        first_canvases: how many requests that sum is of.
+    """
 
     finished: int = 0
     failed: int = 0

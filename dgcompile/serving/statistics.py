@@ -6,39 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from dgcompile.runtime.scheduler import Counts
 
-@dataclass(frozen=True)
-class Statistics:
-    """Counts since the service started, and rates over the last seconds.
+
+@dataclass(kw_only=True)
+class Statistics(Counts):
+    """The scheduler's counts, what it holds now, and rates over the last seconds.
 
     Attributes:
         rows: rows of the batch.
         active_rows: rows that hold a request now.
         queued: requests that wait for a row.
-        finished, failed, cancelled, refused: requests by how they ended; refused ones never got into the queue.
-        steps: denoising steps, each of one or more rows.
-        row_steps: rows of all those steps together.
-        encoder_calls: encoder calls.
-        prompt_tokens, output_tokens: tokens read and generated, without those of cancelled requests' last canvas.
-        first_canvas_seconds: sum over requests of the time from submission to the first canvas.
-        first_canvases: how many requests that sum is of.
         steps_per_second, tokens_per_second: over the last 10 seconds.
     """
 
     rows: int
     active_rows: int
     queued: int
-    finished: int
-    failed: int
-    cancelled: int
-    refused: int
-    steps: int
-    row_steps: int
-    encoder_calls: int
-    prompt_tokens: int
-    output_tokens: int
-    first_canvas_seconds: float
-    first_canvases: int
     steps_per_second: float
     tokens_per_second: float
 
