@@ -167,7 +167,7 @@ def _denoise_canvas(
             batch.temperature[place], batch.uniform[place], batch.noise_ids[place] = rows[place].next_step()
         # A converged row between running ones is computed along, which costs no copy; its results are ignored.
         session.denoise(batch, running[0], running[-1])
-        mean_entropy = batch.entropy[: len(rows)].mean(axis=1).tolist()
+        mean_entropy = batch.mean_entropy(len(rows))
         converged = [place for place in running if rows[place].take_step(batch.argmax_ids[place], mean_entropy[place])]
         if on_step is not None:
             on_step(_step_event(batch, rows, running, converged))

@@ -21,6 +21,7 @@ MAX_VOCAB_SIZE = 2**24
 
 _UNIFORM_SHIFT = np.uint64(64 - 24)
 _UNIFORM_SCALE = np.float32(2.0**-24)
+_TOKEN_SHIFT, _TOKEN_RANGE_SHIFT = np.uint64(24), np.uint64(40)
 
 
 class RowRandom:
@@ -58,9 +59,10 @@ class RowRandom:
             uniform, float32 [L] in [0, 1), which picks the sampled tokens; noise_ids, int32 [L], which renoise.
         """
         words = self._words(canvas, step, 2 * self._length)
-        uniform = (words[: self._length] >> _UNIFORM_SHIFT).astype(np.float32)
-        uniform *= _UNIFORM_SCALE
-        return uniform, self._token_ids(words[self._length :])
+        uniform = words[: self._length]
+        uniform >>= _UNIFORM_SHIFT
+        # Exact in any floating-point type: 24 bits times a power of two.
+        return uniform.astype(np.float32) * _UNIFORM_SCALE, self._token_ids(words[self._length :])
 
     def _words(self, canvas: int, step: int, count: int) -> npt.NDArray[np.uint64]:
         # Philox counts up in the first word, so streams of other (step, canvas) pairs can never overlap.
@@ -69,5 +71,9 @@ class RowRandom:
         return self._philox.random_raw(count)
 
     def _token_ids(self, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+        """Turns words into token ids; the words' memory is used up."""
         # Multiply and shift; the bias against a perfect uniform draw is below vocab_size / 2**40.
-        return (((words >> np.uint64(24)) * self._vocab_size) >> np.uint64(40)).astype(np.int32)
+        words >>= _TOKEN_SHIFT
+        words *= self._vocab_size
+        words >>= _TOKEN_RANGE_SHIFT
+        return words.astype(np.int32)

@@ -394,7 +394,7 @@ class Scheduler:
         self._waited += len(self._jobs) - len(rows)
         self._note_history()
 
-        mean_entropy = batch.entropy[: len(rows)].mean(axis=1).tolist()
+        mean_entropy = batch.mean_entropy(len(rows))
         argmax_ids = batch.argmax_ids[: len(rows)].copy()  # places change below
         failed: list[EngineError] = []
         # From the last place on: a row that leaves changes places with one that was already looked at.

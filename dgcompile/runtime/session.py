@@ -101,6 +101,15 @@ class Batch(ABC):
     def swap_rows(self, one: int, other: int) -> None:
         """Makes two rows change places: their caches, canvases and self-conditioning, but not the results of a step."""
 
+    def mean_entropy(self, rows: int) -> list[float]:
+        """Mean of the positions' entropies, in nats, of each of the first ``rows`` rows after a denoising step.
+
+        The same bits as numpy's ``mean``, which spends four times as long on finding out what it was given.
+        """
+        sums: npt.NDArray[np.float32] = np.add.reduce(self.entropy[:rows], axis=1)
+        means: list[float] = (sums / np.float32(self.canvas_length)).tolist()
+        return means
+
     def swap(self) -> None:
         """Makes what the last denoising step wrote the input of the next; sessions call it after each step."""
         self.parity = 1 - self.parity
