@@ -63,8 +63,9 @@ STAGES: tuple[StageName, ...] = ("assets", "trace", "calibration", "weights", "k
 MAX_BATCH = 64
 """Largest ``max_batch``: the logits of 64 canvases of the published model already take 17 GB."""
 
-REMEMBER_FROM_BYTES = 256 << 20
-"""Bundles of at least this size have their hash check remembered; smaller ones are hashed on every open (in 0.3 s)."""
+REMEMBER_FROM_BYTES = 32 << 20
+"""Bundles of at least this size have their hash check remembered; smaller ones are hashed on every open, in 0.04 s or
+less (0.9 GB/s on a 2-core AMD EPYC)."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 
