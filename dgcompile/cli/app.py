@@ -30,6 +30,7 @@ COMMANDS = (
     "triton",
     "verify",
     "evaluate",
+    "bench",
     "inspect",
     "doctor",
     "targets",

@@ -119,7 +119,7 @@ def host_memory(workload: Workload, store: Store, device: DeviceMemory, *, calib
         stages["engine"] = _LIBRARY_BYTES + 2 * max(device.engine_weights.values())
     else:
         stages["engine"] = _LIBRARY_BYTES + device.converted_weights
-    return HostMemory(stages, machine_memory(), _available_memory())
+    return HostMemory(stages, machine_memory(), available_memory())
 
 
 def _scales(parts: Mapping[str, str], store: Store) -> list[StoredTensor]:
@@ -188,7 +188,8 @@ def machine_memory() -> int:
     return memory
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
+    """Memory in bytes that is free or can be freed; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

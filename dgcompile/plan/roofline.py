@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dgcompile.model_spec import ModelSpec
 from dgcompile.plan.activations import vocabulary_traffic
 from dgcompile.plan.weights import bytes_of, is_in_graph, parameters_of
 from dgcompile.plan.workload import Workload
@@ -152,32 +153,56 @@ def _precision(workload: Workload, kind: WeightClass | None) -> Precision:
 def _amounts(workload: Workload, store: Store) -> dict[str, tuple[float, float, float, Precision]]:
     """Per kind of work: bytes of weights, other bytes, FLOPs, precision."""
     spec, tokens, item = workload.spec, workload.canvas_tokens, workload.item_bytes
-    parameters, stored = parameters_of(spec), bytes_of(store)
+    stored, past = bytes_of(store), max(0, workload.max_context - spec.canvas_length)
     # The encoder's layer scalars are no part of a step.
     scalars = sum(t.nbytes for name, t in store.tensors.items() if not is_in_graph(weight_of(name), "denoiser", spec))
     touched = experts_touched(spec.num_experts, spec.top_k_experts, tokens) / spec.num_experts
+    flops = step_flops(spec, workload.max_batch, past)
     amounts: dict[str, tuple[float, float, float, Precision]] = {}
     kinds: tuple[WeightClass, ...] = ("experts", "attention", "dense_mlp", "self_conditioning", "router", "norms")
     for kind in kinds:
-        products = 0 if kind == "norms" else 2 * tokens * parameters[kind]
-        share, per_token = (touched, spec.top_k_experts / spec.num_experts) if kind == "experts" else (1, 1)
+        share = touched if kind == "experts" else 1
         size = stored[kind] - (scalars if kind == "norms" else 0)
-        amounts[kind] = (size * share, 0, products * per_token, _precision(workload, kind))
+        amounts[kind] = (size * share, 0, flops[kind], _precision(workload, kind))
 
-    cache_bytes = scores = 0
-    past = max(0, workload.max_context - spec.canvas_length)
+    cache_bytes = 0
     for index, layer in enumerate(spec.layers):
-        read = min(past, spec.cache_capacity(index, workload.max_context))
-        width = layer.num_key_value_heads * layer.head_dim
-        cache_bytes += workload.max_batch * 2 * read * width * item
-        # Scores and their product with the values: two products of D for each query and key, two FLOPs each.
-        scores += 4 * tokens * spec.num_attention_heads * layer.head_dim * (read + spec.canvas_length)
-    amounts["attention_scores"] = (0, cache_bytes, scores, _precision(workload, None))
+        read = cached_tokens(spec, index, past)
+        cache_bytes += workload.max_batch * 2 * read * layer.num_key_value_heads * layer.head_dim * item
+    amounts["attention_scores"] = (0, cache_bytes, flops["attention_scores"], _precision(workload, None))
 
-    table, width = stored["embedding"], spec.hidden_size
+    table = stored["embedding"]
     lookup = tokens * table / spec.vocab_size
-    logits = 2 * tokens * spec.vocab_size * width
     # The logits read the table once more than the floor allows for: once for them, once for the soft embeddings.
-    amounts["embedding"] = (table, table + lookup, 2 * logits, _precision(workload, "embedding"))
-    amounts["sampling"] = (0, vocabulary_traffic(workload), 0, _precision(workload, None))
+    amounts["embedding"] = (table, table + lookup, flops["embedding"], _precision(workload, "embedding"))
+    amounts["sampling"] = (0, vocabulary_traffic(workload), flops["sampling"], _precision(workload, None))
     return amounts
+
+
+def step_flops(spec: ModelSpec, rows: int, past: int) -> dict[str, float]:
+    """FLOPs of one denoising step by kind of work, see :data:`WORK`; a multiply-add is two. Products only: norms and
+    sampling count as none.
+
+    Args:
+        spec: the model.
+        rows: B.
+        past: tokens that each row's cache holds.
+    """
+    tokens, parameters = rows * spec.canvas_length, parameters_of(spec)
+    counts = dict.fromkeys(WORK, 0.0)
+    kinds: tuple[WeightClass, ...] = ("experts", "attention", "dense_mlp", "self_conditioning", "router")
+    for kind in kinds:
+        share = spec.top_k_experts / spec.num_experts if kind == "experts" else 1
+        counts[kind] = 2 * tokens * parameters[kind] * share
+    for index, layer in enumerate(spec.layers):
+        seen = cached_tokens(spec, index, past) + spec.canvas_length
+        # Scores and their product with the values: two products of D for each query and key, two FLOPs each.
+        counts["attention_scores"] += 4 * tokens * spec.num_attention_heads * layer.head_dim * seen
+    # The logits, and the soft embeddings that the next step reads.
+    counts["embedding"] = 2 * 2 * tokens * spec.vocab_size * spec.hidden_size
+    return counts
+
+
+def cached_tokens(spec: ModelSpec, layer: int, past: int) -> int:
+    """Tokens of ``past`` that a layer's cache holds."""
+    return min(past, spec.layers[layer].window or past)
