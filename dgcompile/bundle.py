@@ -33,7 +33,7 @@ from pydantic import (
 from dgcompile.config_file import parse_json, read_bytes, validation_error
 from dgcompile.contract import GRAPH_FILES as GRAPH_FILES
 from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
-from dgcompile.engine_table import engine_file, layers_file, table_file
+from dgcompile.engine_table import engine_file, graph_engine_file, layers_file, table_file
 from dgcompile.errors import BundleError
 from dgcompile.files import PARTIAL_SUFFIX, sha256_file, write_atomically
 from dgcompile.generation_config import GenerationConfig
@@ -416,10 +416,13 @@ def _check_gpu_machine(target: Target, engine: EngineLibrary, folder: Path) -> N
 
 def required_files(target: Target, recipe: Recipe) -> tuple[str, ...]:
     """Files without which a finished bundle is none."""
-    engines = tuple(name(graph) for graph in GRAPH_FILES for name in (engine_file, table_file, layers_file))
-    on_gpu = (f"{kernels_folder(target)}/index.json", *engines) if target.backend != "onnxruntime" else ()
+    if target.backend == "onnxruntime":
+        engines = tuple(graph_engine_file(graph) for graph in GRAPH_FILES)
+    else:
+        parts = (engine_file, table_file, layers_file)
+        engines = (f"{kernels_folder(target)}/index.json", *(part(graph) for graph in GRAPH_FILES for part in parts))
     ranges = (CALIBRATION_FILE,) if recipe.needs_calibration else ()
-    return (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE, *ranges, *on_gpu)
+    return (*GRAPH_FILES.values(), WEIGHTS_FILE, GENERATION_CONFIG_FILE, *ranges, *engines)
 
 
 def _how_to_finish(manifest: Manifest, folder: Path) -> str:

@@ -30,6 +30,11 @@ def engine_file(graph: GraphName) -> str:
     return f"{ENGINES_FOLDER}/{graph}.engine"
 
 
+def graph_engine_file(graph: GraphName) -> str:
+    """Name of a graph rewritten for ONNX Runtime, which a bundle of the cpu target has for an engine."""
+    return f"{ENGINES_FOLDER}/{graph}.onnx"
+
+
 def table_file(graph: GraphName) -> str:
     """Name of the table of an engine's tensors in a bundle."""
     return f"{ENGINES_FOLDER}/{graph}.tensors.json"

@@ -42,7 +42,7 @@ FILES: dict[StageName, dict[str, bytes]] = {
     "assets": {"generation_config.json": json.dumps(GenerationConfig(eos_token_ids=(1,)).to_values()).encode()},
     "trace": {"encoder.onnx": b"an encoder" * 30, "denoiser.onnx": b"a denoiser" * 30},
     "weights": {WEIGHTS_FILE: bytes(range(256)) * 8},
-    "engine": {},
+    "engine": {"engines/encoder.onnx": b"an engine" * 30, "engines/denoiser.onnx": b"another engine" * 30},
 }
 ALL_FILES = [name for files in FILES.values() for name in files]
 
@@ -61,6 +61,7 @@ def pristine(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages: dict[StageName, StageRecord] = {}
     for stage, files in FILES.items():
         for name, data in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         records = record_files(folder, files, label="", progress=Progress())
         stages[stage] = StageRecord(state="finished", inputs="0" * 64, tools={"python": "3"}, files=records)
@@ -132,7 +133,9 @@ def test_open_gives_what_was_recorded(folder: Path, spec: ModelSpec) -> None:
     assert bundle.graph_file("denoiser").read_bytes() == FILES["trace"]["denoiser.onnx"]
     assert bundle.weights_file == folder / WEIGHTS_FILE
     assert bundle.tokenizer_file is None and bundle.chat_template_file is None
-    assert list(bundle.manifest.files) == ["generation_config.json", "denoiser.onnx", "encoder.onnx", WEIGHTS_FILE]
+    engines = ["engines/denoiser.onnx", "engines/encoder.onnx"]
+    graphs = ["denoiser.onnx", "encoder.onnx"]
+    assert list(bundle.manifest.files) == ["generation_config.json", *graphs, WEIGHTS_FILE, *engines]
 
 
 def test_a_manifest_survives_reading_and_writing_byte_for_byte(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dgcompile.build.kernels import make_kernels, plan_kernels
-from dgcompile.build.onnxruntime import read_graph, try_graphs
+from dgcompile.build.onnxruntime.trial import read_graph, try_engines
 from dgcompile.build.stage import Job, Made, Stage
 from dgcompile.build.tensorrt.libraries import library_version
 from dgcompile.bundle import (
@@ -187,7 +187,7 @@ def _check_sizes(file: Path, manifest: Manifest) -> None:
             )
 
 
-# engine, on the CPU: proof that the library runs the graphs -----------------------------------------------------------
+# engine, on the CPU: the graphs rewritten, and proof that the library runs them ---------------------------------------
 
 
 def _engine_inputs(job: Job, manifest: Manifest) -> dict[str, Any]:
@@ -202,9 +202,13 @@ def _hashes(manifest: Manifest, *names: str) -> dict[str, str]:
     return {name: files[name].sha256 for name in names}
 
 
-def _try_engine(job: Job, manifest: Manifest) -> Made:
+def _write_engines(job: Job, manifest: Manifest) -> Made:
+    from dgcompile.build.onnxruntime.engines import ENGINE_FILES, write_engines
+
+    write_engines(job.folder, job.progress)
     dtype = manifest.recipe.computes_in
-    return Made(engine=try_graphs(job.folder, manifest.graphs, manifest.spec, dtype, job.progress))
+    library = try_engines(job.folder, manifest.graphs, manifest.spec, dtype, job.progress)
+    return Made(files=ENGINE_FILES, engine=library)
 
 
 # kernels, of GPU targets: what the plugins launch ---------------------------------------------------------------------
@@ -333,8 +337,12 @@ _WEIGHTS = Stage(
     _weights_inputs,
     _convert,
 )
-_TRY_GRAPHS = Stage(
-    "engine", ("onnxruntime",), ("dgcompile.build.onnxruntime", "dgcompile.contract"), _engine_inputs, _try_engine
+_REWRITTEN = Stage(
+    "engine",
+    ("onnxruntime", "onnx", "onnx-ir"),
+    ("dgcompile.build.onnxruntime", "dgcompile.contract", "dgcompile.plugins.moe.formats", "dgcompile.trace.sampler"),
+    _engine_inputs,
+    _write_engines,
 )
 _KERNELS = Stage(
     "kernels", ("triton",), ("dgcompile.plugins", "dgcompile.build.kernels"), _kernels_inputs, _make_kernels
@@ -347,7 +355,7 @@ def _tensorrt(*tools: str) -> Stage:
 
 
 STAGES_OF: dict[Backend, tuple[Stage, ...]] = {
-    "onnxruntime": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _TRY_GRAPHS),
+    "onnxruntime": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _REWRITTEN),
     "tensorrt_rtx": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _KERNELS, _tensorrt("tensorrt_rtx")),
     "tensorrt": (_ASSETS, _TRACE, _CALIBRATION, _WEIGHTS, _KERNELS, _tensorrt("tensorrt", "tensorrt_cu13_bindings")),
 }

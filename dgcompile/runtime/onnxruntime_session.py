@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from dgcompile.bundle import GRAPH_FILES, Bundle
+from dgcompile.bundle import Bundle
 from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs, past_names, present_names
+from dgcompile.engine_table import graph_engine_file
 from dgcompile.errors import BundleError, EngineError, RequestError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.runtime.kv_cache import Array, KVCache
@@ -20,8 +22,8 @@ from dgcompile.runtime.session import Batch, HostBatch
 MAX_THREADS = 1024
 """Of an engine call: far beyond any machine, onnxruntime takes minutes to start them all."""
 
-_ENCODER_FILE = GRAPH_FILES["encoder"]
-_DENOISER_FILE = GRAPH_FILES["denoiser"]
+_ENCODER_FILE = graph_engine_file("encoder")
+_DENOISER_FILE = graph_engine_file("denoiser")
 _CACHE_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _ONNX_TYPES = {
     "float32": "tensor(float)",
@@ -35,7 +37,7 @@ class OnnxRuntimeSession:
     """A bundle of the cpu target, loaded.
 
     Args:
-        folder: holds ``encoder.onnx``, ``denoiser.onnx`` and the weights they point to.
+        folder: holds the engines and the weights they point to.
         spec: the model that the graphs must match.
         max_context: tokens that a row may hold at most.
         threads: threads of each engine call; None leaves the choice to onnxruntime (one per physical core).
@@ -51,7 +53,7 @@ class OnnxRuntimeSession:
             raise RequestError(f"the number of threads is {threads}", expected=f"from 1 to {MAX_THREADS}")
         self._spec = spec
         self._max_context = max_context
-        options = _session_options(threads)
+        options = session_options(folder, threads)
         self._encoder = _load(folder / _ENCODER_FILE, options)
         self._denoiser = _load(folder / _DENOISER_FILE, options)
         self._dtype = np.dtype(_cache_dtype(folder / _DENOISER_FILE, self._denoiser))
@@ -169,15 +171,24 @@ def _run(engine: onnxruntime.InferenceSession, binding: onnxruntime.IOBinding, n
         raise EngineError(f"{name}: onnxruntime failed while running it: {error}") from error
 
 
-def _session_options(threads: int | None) -> onnxruntime.SessionOptions:
+def session_options(folder: Path, threads: int | None = None) -> onnxruntime.SessionOptions:
+    """How engines run.
+
+    Args:
+        folder: where the files are that they point to.
+        threads: of each call; None leaves the choice to onnxruntime.
+    """
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
     options.inter_op_num_threads = 1
     options.intra_op_num_threads = threads or 0
     options.log_severity_level = 3
+    # Engines are loaded from memory, since onnxruntime would look for the weights beside an engine's own file only.
+    place = os.fspath(folder.resolve())
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", place)
     # onnxruntime would keep packed copies of the weights, for each session. Without packing, and without folding the
-    # weights' transposes (in _load), both sessions read the weights where the file is mapped: a model with 250 MB of
+    # weights' transposes (LOADING), both sessions read the weights where the file is mapped: a model with 250 MB of
     # weights takes 55 MB of memory of its own instead of 650 MB and loads five times faster; a step takes 5 % longer.
     options.add_session_config_entry("session.disable_prepacking", "1")
     # By default onnxruntime may turn a dequantized weight's product into one that rounds the activations to int8.
@@ -187,13 +198,15 @@ def _session_options(threads: int | None) -> onnxruntime.SessionOptions:
     return options
 
 
+LOADING: Mapping[str, Any] = {"providers": ["CPUExecutionProvider"], "disabled_optimizers": ["ConstantFolding"]}
+"""Further arguments of ``onnxruntime.InferenceSession``."""
+
+
 def _load(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
     if not path.is_file():
-        raise BundleError(f"{path}: no such file", expected="a graph", fix="build the bundle again")
+        raise BundleError(f"{path}: no such file", expected="an engine", fix="build the bundle again")
     try:
-        return onnxruntime.InferenceSession(
-            os.fspath(path), options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
-        )
+        return onnxruntime.InferenceSession(path.read_bytes(), options, **LOADING)
     except Exception as error:  # onnxruntime's exceptions have no common base
         raise EngineError(
             f"{path}: onnxruntime {onnxruntime.__version__} cannot load it: {error}", fix="build the bundle again"

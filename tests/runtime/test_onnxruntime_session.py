@@ -98,19 +98,19 @@ def test_another_canvas_length_is_refused(toy_session: OnnxRuntimeSession, tmp_p
 
 def test_a_graph_of_another_model_is_refused(tmp_path: Path) -> None:
     write_toy_graphs(tmp_path)
-    model = onnx.load(tmp_path / "encoder.onnx")
+    model = onnx.load(tmp_path / "engines" / "encoder.onnx")
     del model.graph.output[1]
-    onnx.save(model, tmp_path / "encoder.onnx")
+    onnx.save(model, tmp_path / "engines" / "encoder.onnx")
     with pytest.raises(BundleError, match=r"encoder.onnx: the output present.0.value is missing"):
         OnnxRuntimeSession(tmp_path, toy_spec(), 128)
 
 
 def test_a_damaged_graph_is_an_engine_error(tmp_path: Path) -> None:
     write_toy_graphs(tmp_path)
-    (tmp_path / "denoiser.onnx").write_bytes(b"not a graph")
+    (tmp_path / "engines" / "denoiser.onnx").write_bytes(b"not a graph")
     with pytest.raises(EngineError, match=r"denoiser.onnx: onnxruntime .* cannot load it"):
         OnnxRuntimeSession(tmp_path, toy_spec(), 128)
-    (tmp_path / "encoder.onnx").unlink()
+    (tmp_path / "engines" / "encoder.onnx").unlink()
     with pytest.raises(BundleError, match=r"encoder.onnx: no such file"):
         OnnxRuntimeSession(tmp_path, toy_spec(), 128)
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from dgcompile.contract import GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.contract import GRAPH_FILES, GraphName, TensorSpec, graph_inputs, graph_outputs
+from dgcompile.engine_table import graph_engine_file
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.model_spec import LayerSpec, ModelSpec
 from dgcompile.runtime.random_numbers import RowRandom
@@ -184,9 +185,10 @@ def _save(graph: GraphName, spec: ModelSpec, path: Path) -> None:
 
 
 def write_toy_graphs(folder: Path, spec: ModelSpec | None = None) -> Path:
-    """Writes ``encoder.onnx`` and ``denoiser.onnx`` into ``folder``."""
-    _save("encoder", spec or toy_spec(), folder / "encoder.onnx")
-    _save("denoiser", spec or toy_spec(), folder / "denoiser.onnx")
+    """Writes the engines ``encoder.onnx`` and ``denoiser.onnx`` into ``folder``."""
+    (folder / "engines").mkdir(exist_ok=True)
+    for graph in GRAPH_FILES:
+        _save(graph, spec or toy_spec(), folder / graph_engine_file(graph))
     return folder
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dgcompile.build.onnxruntime import oldest_version, read_graph, try_graphs
+from dgcompile.build.onnxruntime.trial import oldest_version, read_graph, try_engines
 from dgcompile.bundle import GRAPH_FILES, WEIGHTS_FILE, Bundle, GraphRecord
 from dgcompile.contract import GraphName
+from dgcompile.engine_table import graph_engine_file
 from dgcompile.errors import EngineError, TraceError
 from dgcompile.progress import Progress
 
@@ -25,7 +26,7 @@ def folder(bundle: Path, tmp_path: Path) -> Path:
 def failure(folder: Path, bundle: Path) -> str:
     manifest = Bundle.open(bundle).manifest
     with pytest.raises(EngineError) as caught:
-        try_graphs(folder, manifest.graphs, manifest.spec, "float32", Progress())
+        try_engines(folder, manifest.graphs, manifest.spec, "float32", Progress())
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -35,14 +36,14 @@ def test_a_good_bundle_records_the_library(bundle: Path) -> None:
     import onnxruntime
 
     manifest = Bundle.open(bundle).manifest
-    library = try_graphs(bundle, manifest.graphs, manifest.spec, "float32", Progress())
+    library = try_engines(bundle, manifest.graphs, manifest.spec, "float32", Progress())
     assert library == manifest.engine
     assert (library.name, library.version) == ("onnxruntime", onnxruntime.__version__)
 
 
 @pytest.mark.parametrize("graph", ["encoder", "denoiser"])
 def test_a_graph_that_cannot_be_loaded_is_named(folder: Path, bundle: Path, graph: GraphName) -> None:
-    path = folder / GRAPH_FILES[graph]
+    path = folder / graph_engine_file(graph)
     path.write_bytes(path.read_bytes()[:-100])
     assert f"{path.name}: onnxruntime" in failure(folder, bundle)
     path.unlink()
@@ -50,8 +51,9 @@ def test_a_graph_that_cannot_be_loaded_is_named(folder: Path, bundle: Path, grap
 
 
 def test_swapped_graphs_are_seen(folder: Path, bundle: Path) -> None:
-    (folder / "encoder.onnx").rename(folder / "kept")
-    (folder / "denoiser.onnx").rename(folder / "encoder.onnx")
+    engines = folder / "engines"
+    (engines / "encoder.onnx").rename(engines / "kept")
+    (engines / "denoiser.onnx").rename(engines / "encoder.onnx")
     assert "encoder.onnx: the input input_ids is missing" in failure(folder, bundle)
 
 

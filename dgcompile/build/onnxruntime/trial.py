@@ -1,4 +1,4 @@
-"""The engine stage of the cpu target: ONNX Runtime runs the graphs as they are, so the stage proves that it can."""
+"""What the traced graphs need of ONNX Runtime, and proof that it runs the engines made of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dgcompile.bundle import GRAPH_FILES, EngineLibrary, GraphRecord, version_key
+from dgcompile.bundle import EngineLibrary, GraphRecord, version_key
 from dgcompile.contract import DType, GraphName, TensorSpec, graph_inputs, graph_outputs, past_names, present_names
+from dgcompile.engine_table import graph_engine_file
 from dgcompile.errors import EngineError, TraceError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
+from dgcompile.runtime.onnxruntime_session import LOADING, session_options
 
 Array = NDArray[Any]
 
@@ -68,15 +70,15 @@ def oldest_version(graphs: Mapping[GraphName, GraphRecord], current: str) -> str
     return max(needs, key=version_key)
 
 
-def try_graphs(
+def try_engines(
     folder: Path, graphs: Mapping[GraphName, GraphRecord], spec: ModelSpec, dtype: DType, progress: Progress
 ) -> EngineLibrary:
-    """Loads both graphs, encodes two tokens and runs one denoising step on the cache they fill.
+    """Loads both engines, encodes two tokens and runs one denoising step on the cache they fill.
 
     One session lives at a time, without prepacked copies of the weights: the weights stay mapped from the file.
 
     Args:
-        folder: holds the graphs and the weights.
+        folder: holds the engines and the weights.
         graphs: what the trace stage recorded.
         spec: the model.
         dtype: of cache and self-conditioning.
@@ -139,7 +141,7 @@ def try_graphs(
         for name in ("next_canvas_ids", "argmax_ids"):
             if step[name].min() < 0 or step[name].max() >= spec.vocab_size:
                 raise EngineError(
-                    f"{GRAPH_FILES['denoiser']}: {name} holds ids from {step[name].min()} to {step[name].max()}",
+                    f"{graph_engine_file('denoiser')}: {name} holds ids from {step[name].min()} to {step[name].max()}",
                     expected=f"0 to {spec.vocab_size - 1}",
                 )
         advance()
@@ -151,12 +153,11 @@ def _load(folder: Path, graph: GraphName, graphs: Mapping[GraphName, GraphRecord
     """An onnxruntime.InferenceSession whose inputs and outputs are those of the contract."""
     import onnxruntime
 
-    file = GRAPH_FILES[graph]
-    options = onnxruntime.SessionOptions()
+    file = graph_engine_file(graph)
+    options = session_options(folder)
     options.log_severity_level = 4  # its errors arrive as exceptions
-    options.add_session_config_entry("session.disable_prepacking", "1")
     try:
-        session = onnxruntime.InferenceSession(str(folder / file), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession((folder / file).read_bytes(), options, **LOADING)
     except Exception as error:  # onnxruntime's exceptions have no common base but this one
         raise EngineError(
             f"{file}: onnxruntime {onnxruntime.__version__} cannot load it: {_first_line(error)}"
@@ -187,7 +188,7 @@ def _run(
     axes: Mapping[str, int],
 ) -> dict[str, Array]:
     """Runs a graph once and checks every output's shape and that its numbers are finite."""
-    file, outputs = GRAPH_FILES[graph], graphs[graph].outputs
+    file, outputs = graph_engine_file(graph), graphs[graph].outputs
     try:
         results = session.run([tensor.name for tensor in outputs], dict(inputs))
     except Exception as error:  # as above

@@ -1,0 +1,1 @@
+"""The engine stage of the cpu target: the traced graphs rewritten for ONNX Runtime, and tried."""
