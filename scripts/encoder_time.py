@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dgcompile.bundle import Bundle
-from dgcompile.runtime.loop import ENCODE_CHUNK, encode_prompts
+from dgcompile.runtime.loop import CPU_ENCODE_CHUNK, encode_prompts
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 
 WARM_UP_TOKENS = 16
@@ -87,7 +87,9 @@ def summary(tokens: int, chunk: int, runs: list[dict[str, Any]]) -> dict[str, An
 @click.command(context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--tokens", multiple=True, type=click.IntRange(1), default=(512, 2048, 8192), help="Tokens of a prompt.")
-@click.option("--chunk", "chunks", multiple=True, type=click.IntRange(1), default=(ENCODE_CHUNK,), help="Of a call.")
+@click.option(
+    "--chunk", "chunks", multiple=True, type=click.IntRange(1), default=(CPU_ENCODE_CHUNK,), help="Of a call."
+)
 @click.option("--runs", default=3, type=click.IntRange(1), help="Processes of each combination.")
 @click.option("--threads", default=1, help="Threads of the engine.")
 @click.option("--worker", nargs=2, type=int, hidden=True, help="Encode in this process: tokens and chunk.")

@@ -6,7 +6,7 @@ each take one piece of the batch, and nothing is computed for rows that have no 
 changing places with the row at the border.
 
 Between two denoising steps, in this order: cancelled requests leave, waiting ones get the free places, and at most one
-encoder call is made, of at most ``ENCODE_CHUNK`` tokens a row. So a long prompt delays the running rows by one call a
+encoder call is made, of at most ``encode_chunk`` tokens a row. So a long prompt delays the running rows by one call a
 step and never starves them. An encoder call has a cost that does not depend on how many rows it takes (on a GPU,
 reading the weights), so it may pay to let a row wait until others join it. A call is made when nothing runs, or when
 
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from dgcompile.errors import DgcompileError, EngineError, OverloadedError, RequestError
 from dgcompile.progress import Progress
-from dgcompile.runtime.loop import ENCODE_CHUNK
+from dgcompile.runtime.loop import encode_chunk
 from dgcompile.runtime.row import FinishReason, Row
 from dgcompile.runtime.session import Session
 from dgcompile.runtime.warm_up import warm_up
@@ -363,7 +363,7 @@ class Scheduler:
         # As wide as its shortest row needs, so that a long prompt does not fill the others' rows with padding; but a
         # canvas is never split, and little padding costs little.
         shortest, longest = (which(len(job.pending) for job in jobs) for which in (min, max))
-        width = min(ENCODE_CHUNK, longest, max(shortest, self._session.spec.canvas_length, CHEAP_TOKENS))
+        width = min(encode_chunk(self._session), longest, max(shortest, self._session.spec.canvas_length, CHEAP_TOKENS))
         parts = [job.pending[:width] for job in jobs]
         input_ids = np.zeros((len(jobs), width), dtype=np.int32)
         for line, part in zip(input_ids, parts, strict=True):

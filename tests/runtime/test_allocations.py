@@ -12,7 +12,7 @@ import pytest
 
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.kv_cache import SWAP_BYTES, KVCache
-from dgcompile.runtime.loop import ENCODE_CHUNK, generate
+from dgcompile.runtime.loop import CPU_ENCODE_CHUNK, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.session import Batch
 from tests.runtime.test_loop import WatchedSession
@@ -117,7 +117,7 @@ def test_two_rows_change_places_without_a_copy_of_either() -> None:
 def test_no_token_is_encoded_twice(roomy_session: OnnxRuntimeSession) -> None:
     """The prompt chunk by chunk, each canvas but the last once: alone, beside others, and in a server."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(VOCAB, size=size).tolist() for size in (2 * ENCODE_CHUNK + 9, 3, ENCODE_CHUNK)]
+    prompts = [rng.integers(VOCAB, size=size).tolist() for size in (2 * CPU_ENCODE_CHUNK + 9, 3, CPU_ENCODE_CHUNK)]
     committed = CONFIG.max_new_tokens - CANVAS
     for group in (prompts[:1], prompts):
         watched = WatchedSession(roomy_session)

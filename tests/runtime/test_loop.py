@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from dgcompile.errors import EngineError, RequestError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.model_spec import ModelSpec
-from dgcompile.runtime.loop import GenerationResult, StepEvent, encode_prompts, generate
+from dgcompile.runtime.loop import CPU_ENCODE_CHUNK, ENCODE_CHUNK, GenerationResult, StepEvent, encode_prompts, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.session import Batch, Session
-from tests.runtime.toy_model import CANVAS, SURE, VOCAB, WINDOW, toy_answer
+from tests.runtime.toy_model import CANVAS, SURE, VOCAB, WINDOW, toy_answer, toy_spec
 
 CONFIG = GenerationConfig(
     max_new_tokens=3 * CANVAS, max_denoising_steps=9, confidence_threshold=0.01, eos_token_ids=(), entropy_bound=0.1
@@ -380,6 +381,17 @@ def test_more_prompts_than_a_batch_holds_are_generated_in_groups(toy_session: On
         for events in (together, grouped)
     ]
     assert canvases[0] == canvases[1]
+
+
+def test_an_engine_for_gpus_takes_longer_chunks(toy_folder: Path) -> None:
+    session = OnnxRuntimeSession(toy_folder, toy_spec(), max_context=1024, threads=1)
+    prompt = [1] * (ENCODE_CHUNK + 1)
+    for kind, chunk in ((WatchedSession, CPU_ENCODE_CHUNK), (SmallSession, ENCODE_CHUNK)):
+        watched = kind(session)
+        (result,) = generate(watched, [prompt], CONFIG.replace(max_new_tokens=1), [0])
+        lengths = [len(call[0]) for call in watched.encoded]
+        assert lengths == [chunk] * (ENCODE_CHUNK // chunk) + [1]
+        assert result.encoder_calls == len(lengths)
 
 
 def test_a_bad_prompt_of_a_later_group_is_refused_before_any_work(toy_session: OnnxRuntimeSession) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dgcompile.errors import DgcompileError, EngineError, OverloadedError, RequestError
 from dgcompile.generation_config import GenerationConfig
-from dgcompile.runtime.loop import ENCODE_CHUNK, generate
+from dgcompile.runtime.loop import CPU_ENCODE_CHUNK, generate
 from dgcompile.runtime.onnxruntime_session import OnnxRuntimeSession
 from dgcompile.runtime.row import FinishReason, Row
 from dgcompile.runtime.scheduler import CHEAP_TOKENS, FAILURES_IN_A_ROW, Job, Scheduler
@@ -204,13 +204,13 @@ def test_a_new_row_starts_between_two_steps_of_the_others(toy_session: OnnxRunti
 
 
 def test_a_long_prompt_is_read_between_the_steps_of_others(toy_folder: Path) -> None:
-    """One encoder call of at most ENCODE_CHUNK tokens between two steps, so that nobody starves."""
+    """One encoder call of at most encode_chunk tokens between two steps, so that nobody starves."""
     session = OnnxRuntimeSession(toy_folder, toy_spec(), max_context=4096, threads=1)
     running = Request([1, 2], CONFIG.replace(max_new_tokens=CANVAS, stability_threshold=None))
-    prompt = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, 3 * ENCODE_CHUNK + 7)]
+    prompt = [int(token) for token in np.random.default_rng(3).integers(0, VOCAB, 3 * CPU_ENCODE_CHUNK + 7)]
     long = Request(prompt, CONFIG.replace(max_new_tokens=CANVAS))
     _, watched = serve(session, [(0, running), (3, long)], rows=2)
-    chunks = [f"encode 1-1 {size}" for size in (*[ENCODE_CHUNK] * 3, 7)]
+    chunks = [f"encode 1-1 {size}" for size in (*[CPU_ENCODE_CHUNK] * 3, 7)]
     assert watched.log[1:12] == [
         *["step 0-0"] * 3,
         *chain.from_iterable((chunk, "step 0-0") for chunk in chunks[:3]),
