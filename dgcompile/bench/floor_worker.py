@@ -21,7 +21,7 @@ from dgcompile.bench.command_loop import serve
 COPY_BYTES = 256 << 20
 """Far beyond any cache of a core or a socket that these models run on."""
 
-SECONDS = 0.7
+SECONDS = 0.4
 """That each thing is repeated for, at least three times."""
 
 Floats = npt.NDArray[np.float32]

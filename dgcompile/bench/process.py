@@ -111,6 +111,7 @@ class Worker:
             self.end()
             raise TooSlowError(f"{self.name} took more than {timeout:g} s to {command}") from None
         if answer is None:
+            self._answers.put(None)  # whoever asks again gets no answer either
             raise self._death()
         problem = answer.get("error")
         if problem is not None:
@@ -131,7 +132,7 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._answers.put(json.loads(line))
-        self._answers.put(None)
+        self._answers.put(None)  # no more will come
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
