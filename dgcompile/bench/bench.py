@@ -197,28 +197,30 @@ def _special_ids(generation: GenerationConfig, checkpoint: Checkpoint | None) ->
 
 def _best_variant(plan: _Plan, probes: list[Probe], progress: Progress) -> Variant:
     """Tries the variants one after another; fills ``probes``."""
-    plain: dict[Variant, float] = {}
-    with progress.task("try transformers' variants", None, "variants") as advance:
-        for one in plain_variants():
-            seconds = _probe(plan, one, min(plain.values(), default=None), probes)
-            if seconds is not None:
-                plain[one] = seconds
-            advance()
-        if not plain:
+    found: dict[Variant, float] = {}
+
+    def note() -> str:
+        best = f", the best took {min(found.values()) * 1e3:.3g} ms a step" if found else ""
+        return f"the newest: {probes[-1].variant}{best}" if probes else "loading the first"
+
+    with progress.task("try transformers' variants", None, "variants", note=note) as advance:
+
+        def try_all(variants: Sequence[Variant]) -> None:
+            for one in variants:
+                seconds = _probe(plan, one, min(found.values(), default=None), probes)
+                if seconds is not None:
+                    found[one] = seconds
+                advance()
+
+        try_all(plain_variants())
+        if not found:
             raise EngineError(
                 f"no variant of transformers ran: {probes[0].outcome}", fix="name one with --variant to see its error"
             )
-        found = dict(plain)
-        for one in compiled_variants(plain):
-            seconds = _probe(plan, one, min(found.values()), probes)
-            if seconds is not None:
-                found[one] = seconds
-            advance()
+        try_all(compiled_variants(found))
         best = min(found, key=lambda one: found[one])
-        other = Variant(best.dtype, best.experts, best.compiled, "eager")
-        seconds = _probe(plan, other, found[best], probes)
-        advance()
-    return other if seconds is not None and seconds < found[best] else best
+        try_all([Variant(best.dtype, best.experts, best.compiled, "eager")])
+    return min(found, key=lambda one: found[one])
 
 
 def _probe(plan: _Plan, variant: Variant, best: float | None, probes: list[Probe]) -> float | None:
