@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from dgcompile.build.onnxruntime.attention import write_attention
+from dgcompile.build.onnxruntime.dense import cast_after_gather, scale_after_products
 from dgcompile.build.onnxruntime.experts import write_experts
 from dgcompile.build.onnxruntime.norms import fuse_norms
 from dgcompile.build.onnxruntime.rotary import fuse_rotary
@@ -57,6 +58,8 @@ def rewrite(graph: GraphName, model: ir.Model) -> None:
     main = model.graph
     fuse_norms(main)
     fuse_rotary(main)
+    scale_after_products(main)
+    cast_after_gather(main)
     write_attention(main)
     write_experts(main)
     if graph == "denoiser":

@@ -1,7 +1,7 @@
 """Packed expert weights as float32, and activations rounded as a format wants them: see ``plugins/moe/formats``.
 
-Plain arithmetic on floats: of ONNX Runtime's operators, casts of bytes and sums and products of floats are vectorised,
-shifts of bytes, INT4 casts and blocked DequantizeLinear are not (ten times slower for each weight).
+Plain arithmetic on floats: of ONNX Runtime's operators, casts of bytes and sums and products of floats are vectorised;
+Where, shifts of bytes, INT4 casts and blocked DequantizeLinear are not, and take ten times as long for each weight.
 """
 
 from __future__ import annotations
@@ -48,21 +48,26 @@ def _int4(write: Writer, rows: ir.Value, codes: ir.Value, scales: ir.Value, grou
     """Bytes [n, blocks, N, 32] and scales [n, groups, N]."""
     assert codes.shape is not None
     count, blocks, outputs, _ = (int(axis) for axis in codes.shape if isinstance(axis, int))
-    x = write("Cast", write("Transpose", codes, perm=[0, 2, 1, 3]), to=ir.DataType.FLOAT)  # [n, N, blocks, 32]
-    high = write("Floor", write("Mul", x, write.number(1 / 16)))
-    low = write("Sub", x, write("Mul", high, write.number(16.0)))
-    # Byte j of a block holds places j and j + 32; a nibble is a sign of weight 8 and a magnitude.
-    nibbles = write("Concat", low, high, axis=3)  # [n, N, blocks, 64]
-    negative = write("Greater", nibbles, write.number(7.5))
-    values = write("Where", negative, write("Sub", write.number(8.0), nibbles), nibbles)
+    by_row = write("Transpose", codes, perm=[0, 2, 1, 3])  # [n, N, blocks, 32]
+    # Byte j of a block holds places j and j + 32. In sixteenths, the high nibble is the whole part.
+    sixteenths = write("DequantizeLinear", by_row, write.number(1 / 16))
+    high = write("Floor", sixteenths)
+    low = write("Mul", write("Sub", sixteenths, high), write.number(16.0))
+    nibbles = write("Concat", low, high, axis=3)  # [n, N, blocks, 64], 0 to 15
+    # A nibble c is a sign of weight 8 and a magnitude: c, or 8 - c from 8 on. Half of it, negated: -(c - 4) / 2 - 2, or
+    # (c - 4) / 2 - 2 from 8 on. Where, which would say so, takes ten times as long as this.
+    sign = write("Sub", write("Clip", nibbles, write.number(7.0), write.number(8.0)), write.number(7.5))
+    turned = write("Mul", sign, write("Sub", nibbles, write.number(4.0)))
+    values = write("Sub", turned, write.number(2.0))
     places = blocks * INT4_BLOCK
     grouped = write("Reshape", values, write.ints(count, outputs, places // group_size, group_size))
     # The last block may lack its second group; its weights are zero.
     groups = write("Shape", scales, start=1, end=2)
     missing = write("Sub", write.ints(places // group_size), groups)
     padding = write("Concat", write.ints(0, 0, 0, 0, 0), missing, axis=0)
-    by_row = write("Pad", write("Transpose", scales, perm=[0, 2, 1]), padding)  # [n, N, groups]
-    scaled = write("Mul", grouped, write("Unsqueeze", by_row, write.ints(3)))
+    doubled = write("Mul", write("Transpose", scales, perm=[0, 2, 1]), write.number(-2.0))
+    scale_of = write("Pad", doubled, padding)  # [n, N, groups]
+    scaled = write("Mul", grouped, write("Unsqueeze", scale_of, write.ints(3)))
     weight = write("Reshape", scaled, write.ints(count, outputs, places))
     lacking = write("Sub", write.ints(places), write("Shape", rows, start=2, end=3))
     filled = write("Pad", rows, write("Concat", write.ints(0, 0, 0, 0, 0), lacking, axis=0))
