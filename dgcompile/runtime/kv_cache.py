@@ -13,8 +13,8 @@ from dgcompile.model_spec import ModelSpec
 Array = npt.NDArray[np.generic]
 
 SWAP_BYTES = 256 << 10
-"""Two rows change places in pieces of this size. On a 2-core AMD EPYC, swapping two rows of 117 MB takes 30 ms with pieces
-of 64 KB to 1 MB, and 60 ms with pieces of 5 MB or more, which leave the second-level cache."""
+"""Two rows change places in pieces of this size. Swapping two rows of 117 MB takes 30 ms with pieces of 64 KB to 1 MB,
+and 60 ms with pieces of 5 MB or more, which leave the second-level cache (2-core AMD EPYC)."""
 
 
 class KVCache:
