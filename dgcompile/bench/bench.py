@@ -28,7 +28,7 @@ from dgcompile.bench.process import TooSlowError, Worker
 from dgcompile.bench.report import BenchReport, Load, Measured, contender_reports, label_of
 from dgcompile.bench.stamps import Run, run_from
 from dgcompile.bench.turns import alternate
-from dgcompile.bench.variant import CLEARLY_SLOWER, Probe, Variant, compiled_variants, plain_variants
+from dgcompile.bench.variant import Probe, Variant, compiled_variants, plain_variants
 from dgcompile.bundle import Bundle
 from dgcompile.checkpoint import Checkpoint
 from dgcompile.errors import EngineError, RequestError
@@ -231,13 +231,14 @@ def _probe(plan: _Plan, variant: Variant, best: float | None, probes: list[Probe
     seconds: float | None = None
     try:
         with _worker(contender, plan) as worker:
+            # Its one step also takes what only happens once in a process, which is no reason to give a variant up.
             worker.ask("open", PROBE_SECONDS, path=str(contender.path), **contender.values, **plan.short_command())
             left = max(1.0, PROBE_SECONDS - (time.perf_counter() - started))
             answer = worker.ask("probe", left, best=best, **plan.probe_command())
         seconds = answer["step_seconds"]
         outcome = "ran"
         if seconds is None:
-            outcome = f"given up: {answer['seen']:.3g} s a step is over {CLEARLY_SLOWER:g} times the best"
+            outcome = f"given up: {answer['seen'] / (best or 1):.1f} times the best step"
     except TooSlowError:
         outcome = f"given up after {PROBE_SECONDS:g} s"
     except EngineError as error:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from dgcompile.bench.machine import watch_memory
 from dgcompile.bench.stamps import Run, Stamps
-from dgcompile.bench.variant import CLEARLY_SLOWER, Variant
+from dgcompile.bench.variant import Variant, is_hopeless
 from dgcompile.errors import CheckpointError
 from dgcompile.generation_config import GenerationConfig
 from dgcompile.runtime.random_numbers import RowRandom
@@ -31,8 +31,6 @@ from dgcompile.transformers_model import their_config
 # Hardly annotated, so nothing can be checked against it.
 generation_module: Any = generation_diffusion_gemma
 transformers_logging: Any = logging
-
-_STEPS_BEFORE_GIVING_UP = 2
 
 
 class _GivenUpError(Exception):
@@ -177,11 +175,10 @@ def _go_on() -> None:
 
 
 def _give_up_over(stamps: Stamps, best: float) -> Callable[[], None]:
-    """Raises before a step when two steps were done and the faster one was clearly slower than ``best``."""
+    """Raises before a step when those before it say that the variant is hopeless beside ``best``."""
 
     def check() -> None:
-        taken = stamps.step_seconds
-        if len(taken) >= _STEPS_BEFORE_GIVING_UP and min(taken) > CLEARLY_SLOWER * best:
+        if is_hopeless(stamps.step_seconds, best):
             raise _GivenUpError
 
     return check

@@ -4,6 +4,7 @@ slower than the best so far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +21,9 @@ EAGER_ATTENTION = "eager_attention"
 
 CLEARLY_SLOWER = 1.5
 """Times the best step so far from which on a variant is given up after two steps."""
+
+FAR_SLOWER = 4.0
+"""Times the best step so far from which on one step is enough to give a variant up."""
 
 WORTH_COMPILING = 2.0
 """Times the best step from which on a variant is not compiled: compiling takes minutes, and gains a fifth where it was
@@ -68,6 +72,18 @@ class Variant:
                 f"{EAGER_ATTENTION} where wanted, such as float32,grouped_mm,{COMPILE}",
             )
         return cls(dtypes[0], experts[0], COMPILE in words, "eager" if EAGER_ATTENTION in words else "sdpa")
+
+
+def is_hopeless(steps: Sequence[float], best: float) -> bool:
+    """Whether a variant is to be given up.
+
+    Args:
+        steps: what its steps took so far, in seconds.
+        best: the best step of the variants before it.
+    """
+    if not steps:
+        return False
+    return min(steps) > (CLEARLY_SLOWER if len(steps) > 1 else FAR_SLOWER) * best
 
 
 class Probe(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dgcompile.bench.variant import Variant, compiled_variants, plain_variants
+from dgcompile.bench.variant import Variant, compiled_variants, is_hopeless, plain_variants
 from dgcompile.errors import RequestError
 
 
@@ -42,3 +42,14 @@ def test_only_what_is_near_the_best_is_compiled_the_fastest_first() -> None:
     found = compiled_variants({eager: 1.2, grouped: 1.1, batched: 6.0})
     assert [variant.name for variant in found] == ["float32,grouped_mm,compile", "float32,eager,compile"]
     assert compiled_variants({}) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "hopeless"),
+    [([], False), ([3.9], False), ([4.1], True), ([3.9, 1.6], True), ([9.0, 1.4], False), ([1.4, 9.0], False)],
+)
+def test_one_step_says_that_a_variant_is_far_slower_and_two_that_it_is_clearly_slower(
+    steps: list[float], hopeless: bool
+) -> None:
+    assert is_hopeless(steps, 1.0) is hopeless
+    assert is_hopeless([2 * step for step in steps], 2.0) is hopeless
