@@ -191,7 +191,7 @@ def session_options(folder: Path, threads: int | None = None) -> onnxruntime.Ses
     # weights' transposes (LOADING), both sessions read the weights where the file is mapped: a model with 250 MB of
     # weights takes 55 MB of memory of its own instead of 650 MB and loads five times faster; a step takes 5 % longer.
     options.add_session_config_entry("session.disable_prepacking", "1")
-    # onnxruntime would round activations to int8 beside dequantized weights, and weights back to int8 beside a Transpose.
+    # onnxruntime would round activations to int8 beside dequantized weights, and weights to int8 beside a Transpose.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     # A plan is kept for each combination of input shapes, so with it memory would grow with every new prompt length.
     options.enable_mem_pattern = False

@@ -11,6 +11,7 @@ Packed weights are unpacked group by group, just before they are multiplied.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import onnx_ir as ir
@@ -21,7 +22,7 @@ from dgcompile.build.onnxruntime.unpacking import Unpacked, unpack
 from dgcompile.build.onnxruntime.writer import Writer, view
 
 MOST_GROUPS = 8
-"""Groups of a layer at most: each costs some fifteen nodes."""
+"""Groups of a layer at most: each costs a dozen nodes."""
 
 
 def write_experts(graph: ir.Graph) -> int:
@@ -49,29 +50,19 @@ def _write(graph: ir.Graph, node: ir.Node) -> None:
     group_size = node.attributes.get_int("group_size")
     groups = groups_of(experts)
     write = Writer(graph, node.name or "experts")
-    order = _Order(write, expert_ids, experts, top_k)
+    order = _Order(write, expert_ids, groups, top_k)
 
     results: list[ir.Value] = []
-    places: list[ir.Value] = []  # per group, where the rows of its experts begin among all results
-    start: ir.Value | None = None
-    for number, (first, end) in enumerate(groups):
+    for (first, end), tokens in zip(groups, order.tables(write), strict=True):
         count = end - first
-        rows, load = order.rows_of(write, first, end)  # [count * C] token numbers, [1]
-        table = write("Gather", hidden, rows, axis=0)
-        x = write("Reshape", table, write.ints(count, -1, width))  # [count, C, H]
+        x = write("Gather", hidden, tokens, axis=0)  # [count, C, H]
         both = _product(write, graph, x, gate_up, scales[:1], first, count, weight_format, group_size)
         gate, up = write.several(2, "Split", both, axis=2, num_outputs=2)
         inner = write("Mul", write("Gelu", gate, approximate="tanh"), up)
         result = _product(write, graph, inner, down, scales[1:], first, count, weight_format, group_size)
         results.append(write("Reshape", result, write.ints(-1, width)))
-        own = write("Mul", write.ints(*range(count)), load)
-        places.append(own if start is None else write("Add", own, start))
-        if number + 1 < len(groups):
-            taken = write("Mul", load, write.ints(count))
-            start = taken if start is None else write("Add", start, taken)
     joined = write("Concat", *results, axis=0) if len(results) > 1 else results[0]
-    begins = write("Concat", *places, axis=0) if len(places) > 1 else places[0]  # [E]
-    choices = write("Reshape", write("Gather", joined, order.places(write, begins)), write.ints(-1, top_k, width))
+    choices = write("Gather", joined, order.places(write), axis=0)  # [T, K, H]
     weights = write("Unsqueeze", expert_weights, write.ints(1))  # [T, 1, K]
     output = write("Squeeze", write("MatMul", weights, choices), write.ints(1))
     write.put_before(node)
@@ -79,57 +70,62 @@ def _write(graph: ir.Graph, node: ir.Node) -> None:
 
 
 class _Order:
-    """The T * K choices sorted by expert, ties by token.
+    """The T * K choices sorted by expert, ties by token, and where each one's result lies.
 
-    Attributes:
-        token: int64 [T * K], whose choice it is.
-        expert: int64 [T * K], ascending.
-        choice: int64 [T * K], its number among all choices.
-        counts: int64 [E].
-        begins: int64 [E], the first of an expert's choices.
-        last: int64 scalar, T * K - 1.
+    A group's table has a row for each of its experts, of as many columns as its busiest expert has tokens.
     """
 
-    def __init__(self, write: Writer, expert_ids: ir.Value, experts: int, top_k: int) -> None:
+    def __init__(self, write: Writer, expert_ids: ir.Value, groups: Sequence[tuple[int, int]], top_k: int) -> None:
+        self._sizes = [end - first for first, end in groups]
+        self._top_k = top_k
+        experts = sum(self._sizes)
+        group_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        place_in = [place for size in self._sizes for place in range(size)]
+
         ids = write("Cast", write("Reshape", expert_ids, write.ints(-1)), to=ir.DataType.INT64)
         size = write("Shape", ids)
         count = write("Squeeze", size)
         self._numbers = write("Range", write.integer(0), count, write.integer(1))
         keys = write("Add", write("Mul", ids, count), self._numbers)
         ascending, _ = write.several(2, "TopK", keys, size, axis=0, largest=0, sorted=1)
-        self.expert = write("Div", ascending, count)
-        self.choice = write("Sub", ascending, write("Mul", self.expert, count))
-        self.token = write("Div", self.choice, write.integer(top_k))
+        self._expert = write("Div", ascending, count)
+        self._choice = write("Sub", ascending, write("Mul", self._expert, count))
+        self._token = write("Div", self._choice, write.integer(top_k))
+        self._last = write("Sub", count, write.integer(1))
+
         none = write("Expand", write.integer(0), write.ints(experts))
         one_each = write("Expand", write.integer(1), size)
-        self.counts = write("ScatterElements", none, ids, one_each, axis=0, reduction="add")
-        self.begins = write("CumSum", self.counts, write.integer(0), exclusive=1)
-        self.last = write("Sub", count, write.integer(1))
+        counts = write("ScatterElements", none, ids, one_each, axis=0, reduction="add")
+        self._begins = write("CumSum", counts, write.integer(0), exclusive=1)  # [E], in sorted order
+        # At least one column, so that no axis is empty.
+        narrow = write("Expand", write.integer(1), write.ints(len(groups)))
+        self._columns = write("ScatterElements", narrow, write.ints(*group_of), counts, axis=0, reduction="max")  # [G]
+        taken = write("CumSum", write("Mul", self._columns, write.ints(*self._sizes)), write.integer(0), exclusive=1)
+        own, start = (write("Gather", of_group, write.ints(*group_of)) for of_group in (self._columns, taken))
+        self._results = write("Add", write("Mul", own, write.ints(*place_in)), start)  # [E], among all results
 
-    def rows_of(self, write: Writer, first: int, end: int) -> tuple[ir.Value, ir.Value]:
-        """Tokens of the experts [first, end), the busiest one's count for each of them, and that count [1].
+    def tables(self, write: Writer) -> Iterator[ir.Value]:
+        """Per group, the tokens of its experts, int64 [experts, C].
 
-        Rows beyond an expert's own hold a token of another one; what comes of them is never read.
+        Columns beyond an expert's own hold a token of another one; what comes of them is never read.
         """
-        bounds = (write.ints(first), write.ints(end), write.ints(0))
-        load = write("ReduceMax", write("Slice", self.counts, *bounds), keepdims=1)  # [1]
-        # At least one row, so that no axis is empty.
-        load = write("Max", load, write.ints(1))
-        within = write("Range", write.integer(0), write("Squeeze", load), write.integer(1))
-        begin = write("Unsqueeze", write("Slice", self.begins, *bounds), write.ints(1))
-        sorted_places = write("Min", write("Add", begin, within), self.last)
-        return write("Gather", self.token, write("Reshape", sorted_places, write.ints(-1))), load
+        count = len(self._sizes)
+        by_row = write("Unsqueeze", self._begins, write.ints(1))
+        begins = write.several(count, "Split", by_row, write.ints(*self._sizes), axis=0) if count > 1 else [by_row]
+        columns = (
+            write.several(count, "Split", self._columns, axis=0, num_outputs=count) if count > 1 else [self._columns]
+        )
+        for begin, column in zip(begins, columns, strict=True):
+            within = write("Range", write.integer(0), write("Squeeze", column), write.integer(1))
+            places = write("Min", write("Add", begin, within), self._last)
+            yield write("Gather", self._token, places, axis=0)
 
-    def places(self, write: Writer, begins: ir.Value) -> ir.Value:
-        """Where each choice's result lies, int64 [T * K] in the choices' own order.
-
-        Args:
-            write: writes the nodes.
-            begins: int64 [E], where an expert's results begin.
-        """
-        shift = write("Sub", begins, self.begins)
-        by_order = write("Add", write("Gather", shift, self.expert), self._numbers)
-        return write("ScatterElements", by_order, self.choice, by_order, axis=0)
+    def places(self, write: Writer) -> ir.Value:
+        """Where each choice's result lies among all results, int64 [T, K]."""
+        shift = write("Sub", self._results, self._begins)
+        by_order = write("Add", write("Gather", shift, self._expert), self._numbers)
+        by_choice = write("ScatterElements", by_order, self._choice, by_order, axis=0)
+        return write("Reshape", by_choice, write.ints(-1, self._top_k))
 
 
 def _product(

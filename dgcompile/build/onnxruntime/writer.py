@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,9 @@ class Writer:
         self._graph.insert_before(node, self.nodes)
 
     def _constant(self, array: Any) -> ir.Value:
-        content = "ones" if array.size > 8 else "_".join(str(number) for number in array.reshape(-1))
+        content = "_".join(str(number) for number in array.reshape(-1)[:8])
+        if array.size > 8:
+            content = hashlib.sha256(array.tobytes()).hexdigest()[:16]
         name = f"constant_{array.dtype}_{'x'.join(map(str, array.shape))}_{content}"
         known = self._graph.initializers.get(name)
         if known is not None:
