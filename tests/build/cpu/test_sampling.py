@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from torch import Tensor, nn
-from torch.export import Dim
 
 from dgcompile.build.onnxruntime import sampling
-from dgcompile.build.onnxruntime.sampling import chunk_of, stream_sampler
-from dgcompile.build.onnxruntime.writer import MICROSOFT
-from dgcompile.trace.functions import OPSET
-from dgcompile.trace.sampler import block_size, denoising_sample
-from tests.build.cpu.rewritten import run, weights_in_file
-
-WIDTH, CANVAS, SOFTCAP = 16, 12, 30.0
-NAMES = ("next_canvas_ids", "argmax_ids", "next_self_conditioning", "accepted", "entropy")
-
-
-class Tail(nn.Module):
-    """The end of the denoiser: from the normed hidden states on."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(vocab, WIDTH))
-
-    def forward(
-        self,
-        canvas_ids: Tensor,
-        hidden: Tensor,
-        temperature: Tensor,
-        entropy_bound: Tensor,
-        uniform: Tensor,
-        noise: Tensor,
-    ) -> tuple[Tensor, ...]:
-        logits = torch.tanh(nn.functional.linear(hidden, self.table) / SOFTCAP) * SOFTCAP
-        scale = torch.tensor(WIDTH**0.5)
-        return denoising_sample(logits, temperature, entropy_bound, uniform, noise + 0 * canvas_ids, self.table, scale)
-
-
-@cache
-def traced(vocab: int) -> bytes:
-    batch, length = Dim("batch"), CANVAS
-    rows = torch.zeros(2, length)
-    arguments = (rows.int(), torch.zeros(2, length, WIDTH), torch.ones(2), torch.ones(2), rows, rows.int())
-    program = torch.export.export(Tail(vocab), arguments, dynamic_shapes=[{0: batch}] * 6, strict=False)
-    exported = torch.onnx.export(program, dynamo=True, opset_version=OPSET, verbose=False)
-    assert exported is not None
-    return ir.to_proto(exported.model).SerializeToString()
-
-
-def engine(vocab: int, table: np.ndarray, folder: Path) -> ir.Model:
-    import onnx
-
-    model = ir.from_proto(onnx.ModelProto.FromString(traced(vocab)))
-    inputs = ("canvas_ids", "hidden", "temperature", "entropy_bound", "uniform", "noise_ids")
-    for value, name in zip((*model.graph.inputs, *model.graph.outputs), (*inputs, *NAMES), strict=True):
-        value.name = name
-    (stored,) = weights_in_file(folder, {"stored": (table, ir.DataType.FLOAT)}).values()
-    model.graph.register_initializer(stored)
-    model.graph.initializers["table"].replace_all_uses_with(stored)
-    del model.graph.initializers["table"]
-    (tanh,) = (node for node in model.graph if node.op_type == "Tanh")
-    (capped,) = tanh.outputs[0].consumers()
-    capped.outputs[0].name = "logits"
-    stream_sampler(model.graph)
-    RemoveUnusedNodesPass()(model)
-    model.opset_imports[MICROSOFT] = 1
-    return model
+from dgcompile.build.onnxruntime.sampling import chunk_of
+from dgcompile.trace.sampler import block_size
+from tests.build.cpu.rewritten import run
+from tests.build.cpu.sampler_model import CANVAS, OUTPUTS, SOFTCAP, WIDTH, Tail, streamed
 
 
 def inputs_of(vocab: int, rows: int, sharpness: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -95,14 +34,14 @@ def test_equals_the_traced_sampler(
     monkeypatch.setattr(sampling, "chunk_of", lambda size: chunk_of(size, largest))
     rng = np.random.default_rng(vocab)
     table = rng.standard_normal((vocab, WIDTH), dtype=np.float32)
-    model = engine(vocab, table, tmp_path)
+    model = streamed(table, tmp_path)
     inputs = inputs_of(vocab, 3, sharpness, rng)
-    actual = dict(zip(NAMES, run(model, tmp_path, inputs), strict=True))
+    actual = dict(zip(OUTPUTS, run(model, tmp_path, inputs), strict=True))
 
     tail = Tail(vocab)
     tail.table.data = torch.from_numpy(table)
     with torch.no_grad():
-        expected = dict(zip(NAMES, tail(*(torch.from_numpy(array) for array in inputs.values())), strict=True))
+        expected = dict(zip(OUTPUTS, tail(*(torch.from_numpy(array) for array in inputs.values())), strict=True))
     for name in ("argmax_ids", "accepted"):
         np.testing.assert_array_equal(actual[name], expected[name].numpy(), err_msg=name)
     # A draw may fall on the other side of a boundary that lies within rounding: one token in a thousand at most.
@@ -120,11 +59,11 @@ def test_an_entropy_keeps_its_digits_where_a_position_is_nearly_certain(tmp_path
     table = np.zeros((vocab, WIDTH), np.float32)
     table[:, 0] = -1.0
     table[137, 0] = 1.0
-    model = engine(vocab, table, tmp_path)
+    model = streamed(table, tmp_path)
     inputs = inputs_of(vocab, 1, 0.0, np.random.default_rng(0))
     inputs["hidden"][..., 0] = np.linspace(4, 12, CANVAS)
     inputs["temperature"][:] = 0.5
-    actual = dict(zip(NAMES, run(model, tmp_path, inputs), strict=True))
+    actual = dict(zip(OUTPUTS, run(model, tmp_path, inputs), strict=True))
     gap = 2 * SOFTCAP * np.tanh(inputs["hidden"][0, :, 0].astype(np.float64) / SOFTCAP) / 0.5
     rest = (vocab - 1) * np.exp(-gap)
     expected = np.log1p(rest) + rest / (1 + rest) * gap
