@@ -174,11 +174,11 @@ def _go_on() -> None:
     """Lets a step begin."""
 
 
-def _give_up_over(stamps: Stamps, best: float) -> Callable[[], None]:
+def _give_up_over(stamps: Stamps, best: float, warm_up: bool) -> Callable[[], None]:
     """Raises before a step when those before it say that the variant is hopeless beside ``best``."""
 
     def check() -> None:
-        if is_hopeless(stamps.step_seconds, best):
+        if is_hopeless(stamps.step_seconds, best, warm_up=warm_up):
             raise _GivenUpError
 
     return check

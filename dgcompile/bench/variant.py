@@ -20,10 +20,10 @@ COMPILE = "compile"
 EAGER_ATTENTION = "eager_attention"
 
 CLEARLY_SLOWER = 1.5
-"""Times the best step so far from which on a variant is given up after two steps."""
+"""Times the best step so far from which on a variant that is warm is given up after two steps."""
 
 FAR_SLOWER = 4.0
-"""Times the best step so far from which on one step is enough to give a variant up."""
+"""Times the best step so far from which on a variant is given up while it warms up, and after a single step."""
 
 WORTH_COMPILING = 2.0
 """Times the best step from which on a variant is not compiled: compiling takes minutes, and gains a fifth where it was
@@ -74,16 +74,17 @@ class Variant:
         return cls(dtypes[0], experts[0], COMPILE in words, "eager" if EAGER_ATTENTION in words else "sdpa")
 
 
-def is_hopeless(steps: Sequence[float], best: float) -> bool:
+def is_hopeless(steps: Sequence[float], best: float, *, warm_up: bool) -> bool:
     """Whether a variant is to be given up.
 
     Args:
         steps: what its steps took so far, in seconds.
         best: the best step of the variants before it.
+        warm_up: whether it is warming up: its steps may then take long for other reasons.
     """
     if not steps:
         return False
-    return min(steps) > (CLEARLY_SLOWER if len(steps) > 1 else FAR_SLOWER) * best
+    return min(steps) > (FAR_SLOWER if warm_up or len(steps) < 2 else CLEARLY_SLOWER) * best
 
 
 class Probe(BaseModel):

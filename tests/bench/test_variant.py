@@ -51,5 +51,10 @@ def test_only_what_is_near_the_best_is_compiled_the_fastest_first() -> None:
 def test_one_step_says_that_a_variant_is_far_slower_and_two_that_it_is_clearly_slower(
     steps: list[float], hopeless: bool
 ) -> None:
-    assert is_hopeless(steps, 1.0) is hopeless
-    assert is_hopeless([2 * step for step in steps], 2.0) is hopeless
+    assert is_hopeless(steps, 1.0, warm_up=False) is hopeless
+    assert is_hopeless([2 * step for step in steps], 2.0, warm_up=False) is hopeless
+
+
+def test_while_it_warms_up_only_a_far_slower_variant_is_given_up() -> None:
+    assert not is_hopeless([9.0, 3.9], 1.0, warm_up=True)
+    assert is_hopeless([9.0, 4.1], 1.0, warm_up=True)
