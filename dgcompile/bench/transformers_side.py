@@ -69,9 +69,8 @@ class TransformersSide:
         best = command["best"]
         for warm_up in (True, False):
             # Compiling takes place while it warms up, so those steps say nothing.
-            self._watch_step = (
-                _give_up_over(self._stamps, best) if best and not (warm_up and self._compiled) else _go_on
-            )
+            watched = best and not (warm_up and self._compiled)
+            self._watch_step = _give_up_over(self._stamps, best, warm_up) if watched else _go_on
             try:
                 run = self._generate(command)
             except _GivenUpError:
