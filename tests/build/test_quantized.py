@@ -27,7 +27,7 @@ from dgcompile.progress import Progress
 from dgcompile.quantize.calibration import Calibration
 from dgcompile.quantize.convert import convert_weights
 from dgcompile.recipe import Recipe, WeightRecipe
-from dgcompile.runtime.onnxruntime_session import _session_options
+from dgcompile.runtime.onnxruntime_session import session_options
 from dgcompile.runtime.pipeline import Pipeline
 from dgcompile.runtime.weight_loading import load_weights, stored_weights
 from dgcompile.safetensors_file import read_header
@@ -207,7 +207,7 @@ def test_the_graph_with_dense_inputs_computes_the_same(built: Path, tmp_path: Pa
     model = onnx.load(built / GRAPH_FILES[graph], load_external_data=False)
     inputs = lift_dense(model.graph)
     onnx.save(model, tmp_path / "lifted.onnx")
-    options = _session_options(1)
+    options = session_options(tmp_path, 1)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     sessions = [
         onnxruntime.InferenceSession(file, options) for file in (built / GRAPH_FILES[graph], tmp_path / "lifted.onnx")

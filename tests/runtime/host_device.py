@@ -18,7 +18,7 @@ import onnxruntime
 from dgcompile.engine_table import EngineTable, EngineTensor
 from dgcompile.recipe import weight_class
 from dgcompile.runtime.device import ALIGNMENT, HostBuffer
-from dgcompile.runtime.onnxruntime_session import _session_options
+from dgcompile.runtime.onnxruntime_session import session_options
 
 STREAM = 77
 NUMPY: dict[str, type[np.generic]] = {"float32": np.float32, "int32": np.int32, "bool": np.bool_, "float16": np.float16}
@@ -164,7 +164,7 @@ class HostEngine:
         self.device, self.table = device, table
         self.session = onnxruntime.InferenceSession(
             model.SerializeToString(),
-            _session_options(1),
+            session_options(Path(), 1),
             providers=["CPUExecutionProvider"],
             disabled_optimizers=["ConstantFolding"],
         )
