@@ -20,6 +20,12 @@ by temperature, the same below their maximum, exponentials, probabilities, and t
 ITEM_COPIES = 1
 """Such values in the dtype of activations: the logits, later the probabilities that multiply the embedding."""
 
+CPU_COPIES = 1
+"""Such float32 values in the CPU target's denoiser, which goes over the vocabulary in chunks: the squashed logits."""
+
+CPU_CHUNKS = 6 * 4096
+"""Values for each position that it holds of a chunk: logits, weights and what is between them."""
+
 FLOAT32_PASSES = 9
 """How often such a float32 value is written or read in a step, by the same list: five written, four read whole."""
 
@@ -38,7 +44,10 @@ def activation_bytes(workload: Workload) -> dict[GraphName, int]:
     layer's results are needed any more.
     """
     vocabulary = workload.canvas_tokens * workload.spec.vocab_size
-    logits = vocabulary * (4 * FLOAT32_COPIES + workload.item_bytes * ITEM_COPIES)
+    if workload.on_gpu:
+        logits = vocabulary * (4 * FLOAT32_COPIES + workload.item_bytes * ITEM_COPIES)
+    else:
+        logits = 4 * (vocabulary * CPU_COPIES + workload.canvas_tokens * CPU_CHUNKS)
     hidden = workload.canvas_tokens * workload.spec.hidden_size * workload.item_bytes * HIDDEN_ROWS
     return {
         "encoder": _layer_bytes(workload, workload.new_tokens),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgcompile.contract import GRAPH_FILES
-from dgcompile.engine_table import engine_file
+from dgcompile.engine_table import engine_file, graph_engine_file
 from dgcompile.files import PARTIAL_SUFFIX
 from dgcompile.plan.device import DeviceMemory
 from dgcompile.plan.weights import parameters_of
@@ -38,6 +38,7 @@ _FULL_PRECISION = 4
 
 # Bytes on disk, from bundles that were built: graphs and engines grow with the layers, kernels do not.
 _GRAPH_BYTES_PER_LAYER = 35_000
+_CPU_ENGINE_BYTES_PER_LAYER = 60_000
 _ENGINE_BYTES = 2_000_000
 _ENGINE_BYTES_PER_LAYER = 1_500_000
 _LIST_BYTES_PER_LAYER = 45_000
@@ -144,6 +145,8 @@ def disk(workload: Workload, store: Store, device: DeviceMemory, *, assets: int,
         for graph, constants in device.engine_weights.items():
             code = _ENGINE_BYTES + (_ENGINE_BYTES_PER_LAYER + _LIST_BYTES_PER_LAYER) * layers
             files[engine_file(graph)] = constants + code
+    else:
+        files |= {graph_engine_file(graph): _CPU_ENGINE_BYTES_PER_LAYER * layers for graph in GRAPH_FILES}
     return Disk(files, 0, free)
 
 
