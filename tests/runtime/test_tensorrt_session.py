@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from dgcompile import gpu
 from dgcompile.build.tensorrt.graph import engine_table
 from dgcompile.bundle import Bundle, StageRecord
 from dgcompile.contract import GRAPH_FILES
-from dgcompile.engine_table import EngineTable
+from dgcompile.engine_table import EngineTable, graph_engine_file
 from dgcompile.errors import BundleError, EngineError, RequestError
 from dgcompile.gpu import Card, Gpus
 from dgcompile.model_spec import ModelSpec
@@ -113,13 +114,25 @@ class PaddedSession(OnnxRuntimeSession):
 
 
 @pytest.fixture(scope="module")
-def cpu(real_bundle: Bundle) -> OnnxRuntimeSession:
-    return OnnxRuntimeSession(real_bundle.path, real_bundle.spec, MAX_CONTEXT, threads=1)
+def traced(real_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The traced graphs in the place of the CPU's engines: they are what the stand-in for the GPU runs too."""
+    folder = tmp_path_factory.mktemp("traced")
+    shutil.copyfile(real_bundle.weights_file, folder / real_bundle.weights_file.name)
+    for graph in GRAPH_FILES:
+        place = folder / graph_engine_file(graph)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(real_bundle.graph_file(graph), place)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def padded(real_bundle: Bundle) -> OnnxRuntimeSession:
-    return PaddedSession(real_bundle.path, real_bundle.spec, MAX_CONTEXT, threads=1)
+def cpu(real_bundle: Bundle, traced: Path) -> OnnxRuntimeSession:
+    return OnnxRuntimeSession(traced, real_bundle.spec, MAX_CONTEXT, threads=1)
+
+
+@pytest.fixture(scope="module")
+def padded(real_bundle: Bundle, traced: Path) -> OnnxRuntimeSession:
+    return PaddedSession(traced, real_bundle.spec, MAX_CONTEXT, threads=1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -185,10 +185,11 @@ def _save(graph: GraphName, spec: ModelSpec, path: Path) -> None:
 
 
 def write_toy_graphs(folder: Path, spec: ModelSpec | None = None) -> Path:
-    """Writes the engines ``encoder.onnx`` and ``denoiser.onnx`` into ``folder``."""
+    """Writes both graphs into ``folder``, and again as the engines of the cpu target."""
     (folder / "engines").mkdir(exist_ok=True)
     for graph in GRAPH_FILES:
-        _save(graph, spec or toy_spec(), folder / graph_engine_file(graph))
+        for name in (GRAPH_FILES[graph], graph_engine_file(graph)):
+            _save(graph, spec or toy_spec(), folder / name)
     return folder
 
 
