@@ -15,7 +15,6 @@ from dgcompile.engine_table import graph_engine_file
 from dgcompile.errors import EngineError, TraceError
 from dgcompile.model_spec import ModelSpec
 from dgcompile.progress import Progress
-from dgcompile.runtime.onnxruntime_session import LOADING, session_options
 
 Array = NDArray[Any]
 
@@ -152,6 +151,8 @@ def try_engines(
 def _load(folder: Path, graph: GraphName, graphs: Mapping[GraphName, GraphRecord]) -> Any:
     """An onnxruntime.InferenceSession whose inputs and outputs are those of the contract."""
     import onnxruntime
+
+    from dgcompile.runtime.onnxruntime_session import LOADING, session_options
 
     file = graph_engine_file(graph)
     options = session_options(folder)
