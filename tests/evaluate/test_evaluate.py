@@ -57,8 +57,10 @@ def test_every_step_of_every_canvas_counts(against_itself: EvaluationReport) -> 
 
 
 def test_the_texts_are_what_the_bundle_generates(bundle: Path, against_itself: EvaluationReport) -> None:
-    """The bundle runs its engines and an evaluation the traced graphs: float32 in both, summed in another order. A tie may
-    part two runs; a fault would part nearly all."""
+    """The bundle runs its engines and an evaluation the traced graphs: float32 in both, summed in another order.
+
+    A tie may part two runs; a fault would part nearly all.
+    """
     pipeline = Pipeline.open(bundle, threads=1)
     same = 0
     for prompt, example in zip(against_itself.prompts, EXAMPLES, strict=True):
