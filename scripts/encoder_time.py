@@ -84,7 +84,7 @@ def summary(tokens: int, chunk: int, runs: list[dict[str, Any]]) -> dict[str, An
     }
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--tokens", multiple=True, type=click.IntRange(1), default=(512, 2048, 8192), help="Tokens of a prompt.")
 @click.option(

@@ -187,7 +187,7 @@ def measure(loop: str, rows: int, engine: str, inner: Session, canvases: int, st
     }
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--rows", "rows_list", multiple=True, type=click.IntRange(1, 64), default=(1, 8), help="Rows of a batch.")
 @click.option("--canvases", default=6, type=click.IntRange(3), help="Canvases of an answer.")
 @click.option("--steps", default=48, type=click.IntRange(3), help="Denoising steps of a canvas.")

@@ -276,7 +276,7 @@ def _tile_source(tile: AnyTile) -> str:
     return f"Tile({', '.join(str(value) for value in asdict(tile).values())})"
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--sm", type=click.Choice(["90", "120"]), required=True, help="Compute capability.")
 @click.option("--head-dim", "head_dims", multiple=True, type=int, help="BlockAttention widths.")
 @click.option("--format", "formats", multiple=True, type=click.Choice(WEIGHT_FORMATS), help="MixtureOfExperts formats.")

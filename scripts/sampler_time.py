@@ -47,7 +47,7 @@ def _serve(kind: str, folder: str, inputs: dict[str, np.ndarray], threads: int, 
     connection.send(int(status.split("RssAnon:")[0].split("VmHWM:")[1].split()[0]) / 1e3)
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option("--vocab", default=262144, help="Tokens of the vocabulary.")
 @click.option("--hidden", default=64, help="Hidden size; 2816 is the published one.")
 @click.option("--canvas", default=256, help="Positions of a canvas.")

@@ -195,7 +195,7 @@ def simulate(clock: Clock, rows: int, overhead: float, canvases: int, prompt: in
     }
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path(path_type=Path, exists=True))
 @click.option("--target", default="h100", help="Name or file of a target.")
 @click.option("--recipe", help="Name or file of a recipe; the target's own if not given.")

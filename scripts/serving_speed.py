@@ -196,7 +196,7 @@ class InProcess:
         self._process.join()
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--make", is_flag=True, help="Write a bundle of suitable size to BUNDLE first.")
 @click.option("--rows", default=8, help="Rows of the batch.")

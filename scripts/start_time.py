@@ -73,7 +73,7 @@ def run_once(bundle: Path) -> dict[str, float]:
     return {"import dgcompile.cli.app": imported, "dgcompile --help": helped, **opened, "bundle: whole process": whole}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--runs", default=7, type=click.IntRange(2), help="Counted runs of each kind.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -44,7 +44,7 @@ def milliseconds(session: OnnxRuntimeSession, batch: Batch) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option("--past", default=64, help="Tokens in the cache.")
 @click.option("--capacity", "capacities", multiple=True, type=int, default=(128, 1024, 8192, 65536), help="Cache rows.")
