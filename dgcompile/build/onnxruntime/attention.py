@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from dgcompile.build.onnxruntime.norms import take_over
-from dgcompile.build.onnxruntime.writer import Writer
+from dgcompile.build.onnxruntime.writer import Writer, take_over
 
 _UNSEEN = -1e9
 """Score of a key that must not be seen, far below all others: its exponential is zero, as that of -inf would be, but

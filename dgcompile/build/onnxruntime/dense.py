@@ -13,8 +13,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dgcompile.build.onnxruntime.matching import made_by
-from dgcompile.build.onnxruntime.norms import take_over
-from dgcompile.build.onnxruntime.writer import Writer
+from dgcompile.build.onnxruntime.writer import Writer, take_over
 
 _CODES = frozenset({ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN})
 

@@ -17,9 +17,8 @@ from itertools import pairwise
 import onnx_ir as ir
 
 from dgcompile.build.onnxruntime.matching import made_by
-from dgcompile.build.onnxruntime.norms import take_over
 from dgcompile.build.onnxruntime.unpacking import Unpacked, unpack
-from dgcompile.build.onnxruntime.writer import Writer, view
+from dgcompile.build.onnxruntime.writer import Writer, take_over, view
 
 MOST_GROUPS = 8
 """Groups of a layer at most: each costs a dozen nodes."""

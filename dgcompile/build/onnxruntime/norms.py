@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dgcompile.build.onnxruntime.matching import is_number, made_by, number_of
-from dgcompile.build.onnxruntime.writer import Writer
+from dgcompile.build.onnxruntime.writer import Writer, take_over
 
 
 def fuse_norms(graph: ir.Graph) -> int:
@@ -40,14 +40,6 @@ def _replace(graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value, epsi
     fused = write("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=epsilon, stash_type=1)
     write.put_before(node)
     take_over(node.outputs[0], fused)
-
-
-def take_over(old: ir.Value, new: ir.Value) -> None:
-    """Makes all that read ``old`` read ``new``, which gets its name, type and shape."""
-    new.shape, new.type = old.shape, old.type
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    name, old.name = old.name, None
-    new.name = name
 
 
 def _epsilon(node: ir.Node) -> float | None:

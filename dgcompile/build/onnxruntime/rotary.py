@@ -5,8 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dgcompile.build.onnxruntime.matching import made_by, number_of
-from dgcompile.build.onnxruntime.norms import take_over
-from dgcompile.build.onnxruntime.writer import Writer
+from dgcompile.build.onnxruntime.writer import Writer, take_over
 
 
 def fuse_rotary(graph: ir.Graph) -> int:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dgcompile.build.onnxruntime.matching import made_by, number_of
-from dgcompile.build.onnxruntime.norms import take_over
-from dgcompile.build.onnxruntime.writer import Writer, view
+from dgcompile.build.onnxruntime.writer import Writer, take_over, view
 from dgcompile.errors import TraceError
 from dgcompile.trace.sampler import block_size
 

@@ -81,6 +81,14 @@ class Writer:
         return value
 
 
+def take_over(old: ir.Value, new: ir.Value) -> None:
+    """Makes all that read ``old`` read ``new``, which gets its name, type and shape."""
+    new.shape, new.type = old.shape, old.type
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    name, old.name = old.name, None
+    new.name = name
+
+
 def view(graph: ir.Graph, weight: ir.Value, name: str, shape: Sequence[int], first: int = 0) -> ir.Value:
     """A stored weight, or part of it, under another shape: the same bytes in the file, nothing is copied.
 
