@@ -1,7 +1,7 @@
 """ONNX functions: the meaning of the custom nodes, so that any ONNX runtime executes the graphs as they are.
 
-They are written for onnxruntime's CPU provider: nothing is computed on cache slots beyond those in use, and every
-expert runs once on all of its tokens. Engines with a kernel of their own strip them.
+Evaluations and comparisons run them in onnxruntime, so they waste little: nothing is computed on cache slots beyond
+those in use, and every expert runs once on all of its tokens. Every engine has something of its own in their place.
 """
 
 # mypy: ignore-errors

@@ -44,7 +44,7 @@ def test_equals_the_traced_sampler(
         expected = dict(zip(OUTPUTS, tail(*(torch.from_numpy(array) for array in inputs.values())), strict=True))
     for name in ("argmax_ids", "accepted"):
         np.testing.assert_array_equal(actual[name], expected[name].numpy(), err_msg=name)
-    # A draw may fall on the other side of a boundary that lies within rounding: one token in a thousand at most.
+    # A draw may fall on the other side of a boundary that lies within rounding: of these 36 positions one at most.
     assert (actual["next_canvas_ids"] != expected["next_canvas_ids"].numpy()).mean() < 0.03
     # Entropy: log and quotient of sums of V terms. Soft embeddings: a mean of unit-size rows, times 4.
     np.testing.assert_allclose(actual["entropy"], expected["entropy"].numpy(), atol=1e-5)
